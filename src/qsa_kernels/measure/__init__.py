@@ -1,0 +1,1 @@
+"""Measurements: each function returns a tidy table and draws nothing."""

@@ -1,0 +1,1 @@
+"""Tables, runs, figures and pages made from measurements."""
