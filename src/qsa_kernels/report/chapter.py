@@ -1,0 +1,271 @@
+"""What a notebook calls: check the parameters, store tables and figures, say where they come from.
+
+Every chapter has the same first three cells:
+
+    # Error                                       markdown: title, one paragraph
+    rows: int = 3  # rows of queries              code, tagged `parameters`: typed, lower-case names
+
+    from qsa_kernels.report import chapter        code
+    page = chapter.begin("error", **chapter.parameters(globals()))
+
+Then `page.table(frame, "error_cells", caption="...")`, `page.figure(figure, "error-by-arm", alt="...")`,
+`page.glue("error_max_abs", 8.1e-6)`, and `page.provenance()` as the last cell. `page.parameters.rows` holds the checked values.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import HTML, display
+from matplotlib.figure import Figure
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qsa_kernels.report import device, repository, tables
+from qsa_kernels.report.figures import style
+from qsa_kernels.report.parameters import PARAMETERS, ChapterParameters
+
+RUN_VARIABLE = "QSA_RUN"
+_IPYTHON_NAMES = {"In", "Out"}
+
+
+class RunContext(BaseModel):
+    """What the runner tells the kernel about the run, in one environment variable.
+
+    Args:
+        run_id: name of the run folder.
+        notebook: name of the template, relative to the checkout.
+        profile: name of the profile.
+        folder: where tables and figures go.
+        commit: commit of the checkout.
+        dirty: whether the checkout differs from it, "not available" outside of git.
+        package_sha256: hash of the package's source files.
+        executable: the Python that has to run the kernel.
+        version: version of the package that the runner imports.
+        date: UTC start, ISO 8601.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    run_id: str
+    notebook: str
+    profile: str
+    folder: str
+    commit: str
+    dirty: bool | str
+    package_sha256: str
+    executable: str
+    version: str
+    date: str
+
+
+def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The data variables of a notebook, which are its parameters when this is called right after the parameters cell.
+
+    Names that no chapter model declares are passed on as well: `begin` refuses them, so that a misspelt parameter
+    never falls back to its default.
+
+    Args:
+        namespace: `globals()` of the notebook.
+    """
+    return {
+        name: value
+        for name, value in namespace.items()
+        if not name.startswith("_")
+        and name not in _IPYTHON_NAMES
+        and not isinstance(value, types.ModuleType | type)
+        and not callable(value)
+    }
+
+
+def check_parameters(name: str, values: Mapping[str, Any]) -> ChapterParameters:
+    """The chapter's parameters as a frozen model.
+
+    Raises:
+        ValueError: no such chapter; unknown, missing, mistyped or non-finite parameters, each named with what is allowed.
+    """
+    if name not in PARAMETERS:
+        raise ValueError(f"no chapter {name!r}; known: {', '.join(sorted(PARAMETERS))}")
+    return validated(PARAMETERS[name], values, f"chapter {name!r}")
+
+
+def validated(model: type[ChapterParameters], values: Mapping[str, Any], where: str) -> ChapterParameters:
+    """`values` as `model`, with one readable error for all that is wrong."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        raise ValueError(explain(error, model, where)) from None
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """A validation error as lines that name the key, what was expected and what came."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"]) or "(whole)"
+        if problem["type"] == "extra_forbidden":
+            allowed = ", ".join(
+                f"{field}: {getattr(info.annotation, '__name__', info.annotation)}"
+                for field, info in model.model_fields.items()
+            )
+            lines.append(f"unknown parameter {key!r}; allowed: {allowed}")
+        elif problem["type"] == "missing":
+            lines.append(f"parameter {key!r} is missing")
+        else:
+            lines.append(f"parameter {key!r}: {problem['msg']}; got {problem['input']!r}")
+    return f"{where}: " + "; ".join(lines)
+
+
+class Page:
+    """One executed chapter: where its tables, figures and numbers go."""
+
+    def __init__(self, name: str, values: ChapterParameters, run: RunContext) -> None:
+        self.name = name
+        self.parameters = values
+        self.run = run
+        self.folder = Path(run.folder)
+        self.device = device.prepare("auto")
+        self._tables: dict[str, str] = {}
+        self._glue: dict[str, int | float | str] = {}
+        self._save(complete=False)
+
+    def _save(self, *, complete: bool) -> None:
+        record = {
+            "chapter": self.name,
+            "parameters": self.parameters.model_dump(mode="json"),
+            "tables": self._tables,
+            "glue": self._glue,
+            "device": self.device,
+            "executable": sys.executable,
+            "complete": complete,
+        }
+        text = json.dumps(record, indent=2, sort_keys=True, allow_nan=False)
+        (self.folder / "chapter.json").write_text(text + "\n", encoding="utf-8")
+
+    def _made_by(self) -> str:
+        state = " with local changes" if self.run.dirty is True else ""
+        return f"Made by {self.run.notebook}, run {self.run.run_id}, commit {self.run.commit[:10]}{state}"
+
+    def table(self, frame: pd.DataFrame, name: str, caption: str) -> pd.DataFrame:
+        """Check, store and show a table; returns it.
+
+        Args:
+            frame: one row an observation.
+            name: key of the schema in `tables.SCHEMAS`; also the name of the stored file.
+            caption: one sentence under the table's number.
+
+        Raises:
+            ValueError: the table does not satisfy its schema, or the chapter already has a table of that name.
+        """
+        if name in self._tables:
+            raise ValueError(f"chapter {self.name!r} already has a table {name!r}")
+        path = tables.write(frame, name, self.folder / "tables")
+        self._tables[name] = path.name
+        self._save(complete=False)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(tables.text_of(value))}</td>" for value in row) + "</tr>"
+            for row in frame.itertuples(index=False)
+        )
+        head = "".join(f"<th scope='col'>{html.escape(str(column))}</th>" for column in frame.columns)
+        display(
+            HTML(
+                f"<figure class='qsa-table' id='table-{html.escape(name)}'>"
+                f"<figcaption>{html.escape(caption)} "
+                f"<a href='{html.escape(self.name)}/{html.escape(path.name)}' download>CSV</a></figcaption>"
+                f"<div class='qsa-scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
+                f"<tbody>{rows}</tbody></table></div></figure>"
+            )
+        )
+        return frame
+
+    def figure(self, figure: Figure, name: str, alt: str) -> None:
+        """Store and show a figure as SVG, with the line that says where it comes from.
+
+        Args:
+            figure: drawn with `figures.style.look()`.
+            name: name of the stored file, in words joined by hyphens.
+            alt: what the figure shows, for those who cannot see it.
+
+        Raises:
+            ValueError: an empty `alt`.
+        """
+        if not alt.strip():
+            raise ValueError(f"figure {name!r}: alt text is empty")
+        text = style.svg(figure)
+        folder = self.folder / "figures"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+        display({"image/svg+xml": text, "text/plain": alt}, raw=True)
+        display(HTML(f"<p class='qsa-made-by'>{html.escape(self._made_by())}</p>"))
+
+    def glue(self, key: str, value: int | float | str) -> None:
+        """Keep one number or word under `key` for other pages.
+
+        Raises:
+            TypeError: not a plain int, float or str.
+            ValueError: NaN or infinity, or a key that is taken.
+        """
+        from myst_nb import glue
+
+        if type(value) not in (int, float, str):
+            raise TypeError(f"glue {key!r}: expected a plain int, float or str; got {type(value).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"glue {key!r}: expected a finite number; got {value}")
+        if key in self._glue:
+            raise ValueError(f"glue {key!r} is already taken in chapter {self.name!r}")
+        self._glue[key] = value
+        self._save(complete=False)
+        glue(key, value, display=False)
+
+    def provenance(self) -> None:
+        """Show where the page comes from; the last cell of every chapter."""
+        self._save(complete=True)
+        parts = (self._made_by(), self.device, self.run.date, f"package {self.run.package_sha256[:12]}")
+        display(HTML(f"<p class='qsa-provenance'>{html.escape(', '.join(parts))}</p>"))
+
+
+def begin(name: str, **values: Any) -> Page:
+    """Check interpreter, package version and parameters, and open the chapter's page.
+
+    Args:
+        name: the chapter, as in the template's file name.
+        values: its parameters.
+
+    Raises:
+        ValueError: parameters that the chapter does not accept.
+        RuntimeError: the kernel runs another Python or another version of the package than the runner.
+    """
+    checked = check_parameters(name, values)
+    version = metadata.version("qsa-kernels")
+    text = os.environ.get(RUN_VARIABLE)
+    if text is None:
+        run = RunContext(
+            run_id="unrecorded",
+            notebook=f"notebooks/{name}.ipynb",
+            profile="none",
+            folder=tempfile.mkdtemp(prefix=f"qsa-{name}-"),
+            commit=repository.commit(),
+            dirty=repository.is_dirty(),
+            package_sha256=repository.package_sha256(),
+            executable=sys.executable,
+            version=version,
+            date=pd.Timestamp.now("UTC").strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
+    else:
+        run = RunContext.model_validate_json(text)
+    for what, expected, found in (
+        ("Python", run.executable, sys.executable),
+        ("qsa-kernels version", run.version, version),
+    ):
+        if expected != found:
+            raise RuntimeError(f"the kernel has another {what} than the runner: expected {expected}, got {found}")
+    return Page(name, checked, run)

@@ -1,0 +1,35 @@
+"""The `qsa` command: one module a command, mounted here by one line each."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+app = typer.Typer(
+    name="qsa",
+    help="Measure, run and publish the report on sparse paged attention with an E4M3 K/V cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _prepare() -> None:
+    """Commands may import kernels, so the interpreter is chosen before any of them does."""
+    from qsa_kernels.report import device
+
+    device.prepare("auto")
+
+
+def main() -> None:
+    """Entry point: bad input ends with one line on standard error and exit status 1."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        if os.environ.get("QSA_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

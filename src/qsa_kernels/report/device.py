@@ -1,0 +1,54 @@
+"""Choose between a CUDA device and the Triton interpreter, before triton is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+
+
+@cache
+def cuda_device_count() -> int:
+    """Number of CUDA devices that the driver shows, asked without importing torch or triton."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    number = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(number)) != 0:
+        return 0
+    return number.value
+
+
+def resolve(device: str) -> str:
+    """Turn "auto" into "cuda" or "interpreter".
+
+    Raises:
+        ValueError: an unknown word, or "cuda" on a machine without a CUDA device.
+    """
+    if device not in ("auto", "interpreter", "cuda"):
+        raise ValueError(f"device: expected auto, interpreter or cuda; got {device!r}")
+    if device == "cuda" and cuda_device_count() == 0:
+        raise ValueError("device: cuda was asked for, but the driver shows no CUDA device; use interpreter or auto")
+    if device == "auto":
+        return "cuda" if cuda_device_count() and os.environ.get("TRITON_INTERPRET") != "1" else "interpreter"
+    return device
+
+
+def prepare(device: str = "auto") -> str:
+    """Set TRITON_INTERPRET for the device and return which one it is: "cuda" or "interpreter".
+
+    Raises:
+        RuntimeError: triton was imported earlier under the other setting, so its kernels can no longer be switched.
+    """
+    chosen = resolve(device)
+    wanted = "1" if chosen == "interpreter" else "0"
+    current = os.environ.get("TRITON_INTERPRET", "0")
+    if "triton" in sys.modules and current != wanted:
+        raise RuntimeError(
+            f"TRITON_INTERPRET is {current} but device {chosen!r} needs {wanted}, and triton is already imported: "
+            "set it before the first import of triton"
+        )
+    os.environ["TRITON_INTERPRET"] = wanted
+    return chosen
