@@ -327,7 +327,7 @@ def decode(
         q_heads (int): query heads, a multiple of `kv_heads`.
         kv_heads (int): KV heads.
         head_dim (int): elements of a head.
-        page_size (int): tokens a page; 784 (FP16) and 1568 (E4M3) are the public 128K configurations of this layout.
+        page_size (int): tokens a page; 784 (FP16) and 1568 (E4M3) in the public TP4/MTP0 layout.
         selection (str): "random" tokens, or "clustered": random blocks of four and the newest topk % 4 tokens.
         seed (int): of the draws.
         device (torch.device | str): where the tensors are made and live.
