@@ -23,8 +23,8 @@ def encode(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """Codes of `x / scale`, rounded to nearest even and saturated at 448.
 
     The quotient is formed in FP32 and rounded once, by integer arithmetic on its bits, so the result does not depend
-    on the float8 cast of the installed torch. Infinite quotients saturate like large finite ones; a NaN of either sign
-    becomes 0x7F, so that a fault in the data stays visible.
+    on the float8 cast of the installed torch. Infinite quotients saturate like large finite ones; a NaN becomes 0x7F or 0xFF
+    by its sign, so that a fault in the data stays visible.
 
     Args:
         x (torch.Tensor): float16, bfloat16 or float32, any shape. Float64 is refused: it would be rounded twice.
@@ -47,9 +47,8 @@ def encode(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     subnormal = _shift_right_to_nearest_even(significand, (141 - (magnitude >> 23)).clamp(max=25))
 
     code = torch.where(magnitude >= _SMALLEST_NORMAL_BITS, normal, subnormal).clamp(max=_MAX_CODE)
-    code = code | ((bits >> 24) & 0x80)
     code = torch.where(magnitude > _FP32_INFINITY_BITS, NAN_CODE, code)
-    return code.to(torch.uint8)
+    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
 
 
 def count_clipped(x: torch.Tensor, scale: float | torch.Tensor) -> int:

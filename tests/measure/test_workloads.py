@@ -78,6 +78,13 @@ def test_published_shapes() -> None:
     assert spread == pytest.approx([0.2, 0.35, 0.3], rel=0.03)
 
 
+def test_one_request_takes_any_length() -> None:
+    call = workloads.one_request(64, pages=5, page_size=13, q_heads=4, kv_heads=2, head_dim=32).quantised
+    assert call.name == "one-request-topk64"
+    assert call.k_cache.shape == (5, 13, 2, 32)
+    assert all(len(set(row)) == 64 and max(row) < 65 for row in call.logical_indices.tolist())
+
+
 def test_published_shapes_refuses_others() -> None:
     with pytest.raises(ValueError, match=r"topks: expected published shapes \[10, 33, 2051\], got \[64\]"):
         workloads.published_shapes(topks=[10, 64])

@@ -133,7 +133,7 @@ class TestEncode:
 
     def test_special_values(self) -> None:
         values = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45]
-        assert _codes(values) == [0x7F, 0x7F, 0x7E, 0xFE, 0x00, 0x80, 0x00, 0x80]
+        assert _codes(values) == [0x7F, 0xFF, 0x7E, 0xFE, 0x00, 0x80, 0x00, 0x80]
         assert e4m3.count_clipped(torch.tensor(values), 1.0) == 2
 
     def test_float64_is_refused(self) -> None:

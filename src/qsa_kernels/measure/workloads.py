@@ -125,25 +125,65 @@ def published_shapes(
     unknown = [topk for topk in topks if topk not in pages]
     if unknown:
         raise ValueError(f"topks: expected published shapes {sorted(pages)}, got {unknown}")
-    pairs = []
-    for topk in topks:
-        page_count, page_size = pages[topk]
-        generator = _generator(seed + topk, device)
-        shape = (page_count, page_size, 1, head_dim)
-        pairs.append(
-            quantised_pair(
-                AttentionInputs(
-                    name=f"published-topk{topk}",
-                    q=_normal((rows, q_heads, head_dim), Q_FACTOR, generator, dtype),
-                    k_cache=_normal(shape, K_FACTOR, generator, dtype),
-                    v_cache=_normal(shape, V_FACTOR, generator, dtype),
-                    logical_indices=_distinct(rows, page_count * page_size, topk, generator),
-                    block_table=_shuffled_pages(1, page_count, generator),
-                    token_to_req=torch.zeros(rows, dtype=torch.int32, device=device),
-                )
-            )
+    return [
+        one_request(
+            topk,
+            name=f"published-topk{topk}",
+            pages=pages[topk][0],
+            page_size=pages[topk][1],
+            rows=rows,
+            q_heads=q_heads,
+            head_dim=head_dim,
+            seed=seed + topk,
+            device=device,
+            dtype=dtype,
         )
-    return pairs
+        for topk in topks
+    ]
+
+
+def one_request(
+    topk: int,
+    *,
+    pages: int,
+    page_size: int,
+    name: str | None = None,
+    rows: int = 3,
+    q_heads: int = 6,
+    kv_heads: int = 1,
+    head_dim: int = 256,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float16,
+) -> QuantisedPair:
+    """Rows of one request over all of its pages, each with its own distinct tokens.
+
+    Args:
+        topk (int): tokens a row, at most pages * page_size.
+        pages (int): pages of the request.
+        page_size (int): tokens a page.
+        name (str | None): label; None = "one-request-topk" and the number.
+        rows (int): query rows.
+        q_heads (int): query heads, a multiple of `kv_heads`.
+        kv_heads (int): KV heads.
+        head_dim (int): elements of a head.
+        seed (int): of the draws.
+        device (torch.device | str): where the tensors live.
+        dtype (torch.dtype): of q and the unquantised cache.
+    """
+    generator = _generator(seed, device)
+    shape = (pages, page_size, kv_heads, head_dim)
+    return quantised_pair(
+        AttentionInputs(
+            name=name or f"one-request-topk{topk}",
+            q=_normal((rows, q_heads, head_dim), Q_FACTOR, generator, dtype),
+            k_cache=_normal(shape, K_FACTOR, generator, dtype),
+            v_cache=_normal(shape, V_FACTOR, generator, dtype),
+            logical_indices=_distinct(rows, pages * page_size, topk, generator),
+            block_table=_shuffled_pages(1, pages, generator),
+            token_to_req=torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+    )
 
 
 def all_codes(
