@@ -9,7 +9,10 @@ Every chapter has the same first three cells:
     page = chapter.begin("error", **chapter.parameters(globals()))
 
 Then `page.table(frame, "error_cells", caption="...")`, `page.figure(figure, "error-by-arm", alt="...")`,
-`page.glue("error_max_abs", 8.1e-6)`, and `page.provenance()` as the last cell. `page.parameters.rows` holds the checked values.
+`page.glue("error_max_abs", 8.1e-6)`, and `page.provenance()` as the last cell. `page.parameters.rows` holds the checked
+values, `page.device` is "interpreter" or "cuda". A chapter that can draw a stored run has a parameter
+`source: str = "live"` and asks `run = page.recorded(page.parameters.source)`: None when live, else the run whose
+`run.table("latency_cells")` it draws, after a banner. Everything named before `begin` counts as a parameter.
 """
 
 from __future__ import annotations
@@ -29,44 +32,14 @@ from typing import Any
 import pandas as pd
 from IPython.display import HTML, display
 from matplotlib.figure import Figure
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qsa_kernels.report import device, repository, tables
+from qsa_kernels.report.context import RUN_VARIABLE, RunContext
 from qsa_kernels.report.figures import style
-from qsa_kernels.report.parameters import PARAMETERS, ChapterParameters
+from qsa_kernels.report.parameters import PARAMETERS, ChapterParameters, validated
+from qsa_kernels.report.runs import Run, now
 
-RUN_VARIABLE = "QSA_RUN"
 _IPYTHON_NAMES = {"In", "Out"}
-
-
-class RunContext(BaseModel):
-    """What the runner tells the kernel about the run, in one environment variable.
-
-    Args:
-        run_id: name of the run folder.
-        notebook: name of the template, relative to the checkout.
-        profile: name of the profile.
-        folder: where tables and figures go.
-        commit: commit of the checkout.
-        dirty: whether the checkout differs from it, "not available" outside of git.
-        package_sha256: hash of the package's source files.
-        executable: the Python that has to run the kernel.
-        version: version of the package that the runner imports.
-        date: UTC start, ISO 8601.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    run_id: str
-    notebook: str
-    profile: str
-    folder: str
-    commit: str
-    dirty: bool | str
-    package_sha256: str
-    executable: str
-    version: str
-    date: str
 
 
 def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,68 +65,73 @@ def check_parameters(name: str, values: Mapping[str, Any]) -> ChapterParameters:
     """The chapter's parameters as a frozen model.
 
     Raises:
-        ValueError: no such chapter; unknown, missing, mistyped or non-finite parameters, each named with what is allowed.
+        ValueError: no such chapter; else names each unknown, missing, mistyped or non-finite parameter and what is
+            allowed.
     """
     if name not in PARAMETERS:
         raise ValueError(f"no chapter {name!r}; known: {', '.join(sorted(PARAMETERS))}")
     return validated(PARAMETERS[name], values, f"chapter {name!r}")
 
 
-def validated(model: type[ChapterParameters], values: Mapping[str, Any], where: str) -> ChapterParameters:
-    """`values` as `model`, with one readable error for all that is wrong."""
-    try:
-        return model.model_validate(dict(values))
-    except ValidationError as error:
-        raise ValueError(explain(error, model, where)) from None
-
-
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """A validation error as lines that name the key, what was expected and what came."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        key = ".".join(str(part) for part in problem["loc"]) or "(whole)"
-        if problem["type"] == "extra_forbidden":
-            allowed = ", ".join(
-                f"{field}: {getattr(info.annotation, '__name__', info.annotation)}"
-                for field, info in model.model_fields.items()
-            )
-            lines.append(f"unknown parameter {key!r}; allowed: {allowed}")
-        elif problem["type"] == "missing":
-            lines.append(f"parameter {key!r} is missing")
-        else:
-            lines.append(f"parameter {key!r}: {problem['msg']}; got {problem['input']!r}")
-    return f"{where}: " + "; ".join(lines)
-
-
 class Page:
     """One executed chapter: where its tables, figures and numbers go."""
 
-    def __init__(self, name: str, values: ChapterParameters, run: RunContext) -> None:
+    def __init__(self, name: str, values: ChapterParameters, run: RunContext, environment: dict[str, Any]) -> None:
         self.name = name
         self.parameters = values
         self.run = run
         self.folder = Path(run.folder)
         self.device = device.prepare("auto")
+        self.environment = environment
         self._tables: dict[str, str] = {}
         self._glue: dict[str, int | float | str] = {}
         self._save(complete=False)
 
+    @property
+    def device_label(self) -> str:
+        """What the kernels ran on, in words."""
+        if self.device == "cuda":
+            return str(self.environment["device"]["name"])
+        return f"Triton interpreter, {self.environment['host']['machine']} CPU"
+
     def _save(self, *, complete: bool) -> None:
         record = {
-            "chapter": self.name,
-            "parameters": self.parameters.model_dump(mode="json"),
             "tables": self._tables,
             "glue": self._glue,
             "device": self.device,
-            "executable": sys.executable,
+            "environment": self.environment,
             "complete": complete,
         }
         text = json.dumps(record, indent=2, sort_keys=True, allow_nan=False)
         (self.folder / "chapter.json").write_text(text + "\n", encoding="utf-8")
 
     def _made_by(self) -> str:
-        state = " with local changes" if self.run.dirty is True else ""
-        return f"Made by {self.run.notebook}, run {self.run.run_id}, commit {self.run.commit[:10]}{state}"
+        state = repository.describe_commit(self.run.commit, self.run.dirty)
+        return f"Made by {self.run.notebook}, run {self.run.run_id}, {state}"
+
+    def recorded(self, source: str) -> Run | None:
+        """The stored run to draw instead of measuring, shown with a banner; None when the source is "live".
+
+        Args:
+            source: "live" or "recorded:RUN_ID".
+
+        Raises:
+            ValueError: another word, or a run whose files do not match their hashes.
+            FileNotFoundError: no such run.
+        """
+        if source == "live":
+            return None
+        kind, _, run_id = source.partition(":")
+        if kind != "recorded" or not run_id:
+            raise ValueError(f"source: expected 'live' or 'recorded:RUN_ID'; got {source!r}")
+        run = Run.load(run_id)
+        record = run.manifest
+        words = (
+            f"Recorded, not measured here: run {record.run_id} on {record.device['name']}, {record.started[:10]}, "
+            f"{repository.describe_commit(record.commit, record.dirty)}."
+        )
+        display(HTML(f"<p class='qsa-recorded' role='note'>{html.escape(words)}</p>"))
+        return run
 
     def table(self, frame: pd.DataFrame, name: str, caption: str) -> pd.DataFrame:
         """Check, store and show a table; returns it.
@@ -229,7 +207,7 @@ class Page:
     def provenance(self) -> None:
         """Show where the page comes from; the last cell of every chapter."""
         self._save(complete=True)
-        parts = (self._made_by(), self.device, self.run.date, f"package {self.run.package_sha256[:12]}")
+        parts = (self._made_by(), self.device_label, self.run.date, f"package {self.run.package_sha256[:12]}")
         display(HTML(f"<p class='qsa-provenance'>{html.escape(', '.join(parts))}</p>"))
 
 
@@ -258,7 +236,7 @@ def begin(name: str, **values: Any) -> Page:
             package_sha256=repository.package_sha256(),
             executable=sys.executable,
             version=version,
-            date=pd.Timestamp.now("UTC").strftime("%Y-%m-%dT%H:%M:%SZ"),
+            date=now(),
         )
     else:
         run = RunContext.model_validate_json(text)
@@ -268,4 +246,9 @@ def begin(name: str, **values: Any) -> Page:
     ):
         if expected != found:
             raise RuntimeError(f"the kernel has another {what} than the runner: expected {expected}, got {found}")
-    return Page(name, checked, run)
+    device.prepare()
+    os.environ["TRITON_CACHE_DIR"] = str(device.cache_folder())
+
+    from qsa_kernels.measure import environment
+
+    return Page(name, checked, run, environment.describe())

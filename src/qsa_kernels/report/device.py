@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
+import tempfile
 from functools import cache
+from pathlib import Path
 
 
 @cache
@@ -52,3 +55,32 @@ def prepare(device: str = "auto") -> str:
         )
     os.environ["TRITON_INTERPRET"] = wanted
     return chosen
+
+
+_NETWORK = re.compile(r"nfs|lustre|gpfs|beegfs|cifs|smb|ceph|sshfs|afs|panfs|wekafs")
+
+
+def is_network_folder(folder: Path, mounts: str | None = None) -> bool:
+    """Whether a folder lies on a file system that other machines share.
+
+    Args:
+        folder: it or a parent of it exists.
+        mounts: text in the form of /proc/mounts; default: that file.
+    """
+    if mounts is None:
+        table = Path("/proc/mounts")
+        mounts = table.read_text(encoding="utf-8") if table.is_file() else ""
+    entries = [line.split()[1:3] for line in mounts.splitlines()]
+    inside = [(point, kind) for point, kind in entries if folder.resolve().is_relative_to(point)]
+    return bool(inside) and _NETWORK.search(max(inside, key=lambda entry: len(entry[0]))[1]) is not None
+
+
+def cache_folder() -> Path:
+    """Where this process keeps compiled kernels: writable, and never shared with other machines.
+
+    Two processes that share a cache over a network read each other's half-written files.
+    """
+    from qsa_kernels.measure import environment
+
+    folder = environment.writable_cache()
+    return Path(tempfile.mkdtemp(prefix="qsa-triton-")) if is_network_folder(folder) else folder

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Device = Literal["auto", "interpreter", "cuda"]
 Source = Annotated[str, Field(pattern=r"^(live|recorded:[A-Za-z0-9][A-Za-z0-9._-]*)$")]
@@ -29,3 +30,42 @@ class ExampleParameters(ChapterParameters):
 PARAMETERS: dict[str, type[ChapterParameters]] = {
     "example": ExampleParameters,
 }
+
+
+def validated(model: type[ChapterParameters], values: Mapping[str, Any], where: str) -> ChapterParameters:
+    """`values` as `model`, with one readable error for all that is wrong."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        raise ValueError(explain(error, model, where)) from None
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str, word: str = "parameter") -> str:
+    """A validation error as one line that names each key, what was expected and what came."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"]) or "(whole)"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown {word} {key!r}; allowed: {_allowed(model, problem['loc'][:-1])}")
+        elif problem["type"] == "missing":
+            lines.append(f"{word} {key!r} is missing")
+        else:
+            lines.append(f"{word} {key!r}: {problem['msg']}; got {problem['input']!r}")
+    return f"{where}: " + "; ".join(lines)
+
+
+def _allowed(model: type[BaseModel], location: tuple[str | int, ...]) -> str:
+    """Names and types of the fields at a place inside a model of models."""
+    annotation: Any = model
+    for part in location:
+        fields = getattr(annotation, "model_fields", None)
+        annotation = fields[part].annotation if fields else next(iter(get_args(annotation)[-1:]), None)
+    fields = getattr(annotation, "model_fields", None) or {}
+    return ", ".join(f"{name}: {type_name(info.annotation)}" for name, info in fields.items()) or "nothing"
+
+
+def type_name(annotation: Any) -> str:
+    """A type as people write it: `int`, `list[int]`, `Literal['a', 'b']`."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Iterable
 from functools import cache
@@ -15,15 +16,16 @@ NOT_AVAILABLE = "not available"
 
 @cache
 def root() -> Path:
-    """The folder that holds notebooks/, data/ and book/.
+    """The folder that holds notebooks/, data/ and book/: QSA_ROOT, else the checkout that the package lies in.
 
     Raises:
-        FileNotFoundError: the package is installed without its checkout.
+        FileNotFoundError: the package is installed without its checkout, and QSA_ROOT names none.
     """
-    folder = Path(qsa_kernels.__file__).resolve().parents[2]
+    given = os.environ.get("QSA_ROOT")
+    folder = Path(given).resolve() if given else Path(qsa_kernels.__file__).resolve().parents[2]
     if not (folder / "notebooks").is_dir():
         raise FileNotFoundError(
-            f"no notebooks/ beside the package in {folder}: install the checkout with 'pip install -e .'"
+            f"no notebooks/ in {folder}: install the checkout with 'pip install -e .', or set QSA_ROOT to it"
         )
     return folder
 
@@ -65,3 +67,10 @@ def is_dirty() -> bool | str:
     """Whether tracked or new files differ from the commit, or "not available" outside of git."""
     changes = _git("status", "--porcelain")
     return NOT_AVAILABLE if changes is None else bool(changes)
+
+
+def describe_commit(commit: str, dirty: bool | str) -> str:
+    """Commit and state of the files in words, for the lines under figures."""
+    if commit == NOT_AVAILABLE:
+        return f"commit {NOT_AVAILABLE}"
+    return f"commit {commit[:10]}{' with local changes' if dirty is True else ''}"

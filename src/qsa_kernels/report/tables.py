@@ -119,9 +119,9 @@ def read(path: Path, name: str) -> pd.DataFrame:
 
 
 def text_of(value: object) -> str:
-    """How a cell of a shown table reads: six significant digits at most, an empty cell as a dash."""
+    """How a cell of a shown table reads: four significant digits, an empty cell as a dash."""
     if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
-        return "–"
+        return "-"
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)

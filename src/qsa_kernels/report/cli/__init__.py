@@ -7,6 +7,8 @@ import sys
 
 import typer
 
+from qsa_kernels.report.cli import run
+
 app = typer.Typer(
     name="qsa",
     help="Measure, run and publish the report on sparse paged attention with an E4M3 K/V cache.",
@@ -22,6 +24,10 @@ def _prepare() -> None:
     from qsa_kernels.report import device
 
     device.prepare("auto")
+
+
+app.command("run")(run.run)
+app.command("job", hidden=True)(run.job)
 
 
 def main() -> None:

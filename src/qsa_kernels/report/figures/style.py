@@ -1,4 +1,4 @@
-"""One look for all figures: a colour and a marker for each arm, text that stays text, the same bytes for the same data."""
+"""One look for all figures: a colour and a marker for each arm, and the same bytes for the same data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import matplotlib as mpl
 
 mpl.use("agg")
 
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.typing import RcKeyType  # noqa: E402
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.typing import RcKeyType
 
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness.
 ARM_COLOURS: dict[str, str] = {
