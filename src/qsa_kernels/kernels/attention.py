@@ -1,0 +1,305 @@
+"""Split-K attention over the tokens that each row lists, one kernel a contraction."""
+
+import triton
+import triton.language as tl
+
+from .decode import decode_tile
+from .paging import count_tiles_in_use, locate_tokens
+from .scaling import divisor, log_sum_exp, output_factor, softmax_factor
+
+# Start of the running maximum: finite, so that a tile without valid tokens gives exp2(finite) and not NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def store_result(
+    out_ptr,
+    lse_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    result,
+    lse,
+    v_scale,
+    heads,
+    dims,
+    in_group,
+    row,
+    split,
+    num_rows,
+    num_q_heads,
+    out_row_stride,
+    out_head_stride,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    DECODER: tl.constexpr,
+    HOISTED: tl.constexpr,
+):
+    """Write normalised heads: the scaled output where there is one split, else an FP32 partial, unscaled."""
+    if NUM_SPLITS == 1:
+        scaled = result * output_factor(v_scale, DECODER, HOISTED)
+        places = row * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+        tl.store(out_ptr + places, scaled.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row * num_q_heads + heads, lse, mask=in_group)
+    else:
+        cells = (split.to(tl.int64) * num_rows + row) * num_q_heads + heads
+        tl.store(partial_out_ptr + cells[:, None] * HEAD_DIM + dims[None, :], result, mask=in_group[:, None])
+        tl.store(partial_lse_ptr + cells, lse, mask=in_group)
+
+
+@triton.jit
+def attend_with_dot(
+    q_ptr,  # [rows, q_heads, head_dim]
+    k_cache_ptr,  # [pages, page_size, kv_heads, head_dim]
+    v_cache_ptr,
+    indices_ptr,  # [rows, topk] int32
+    block_table_ptr,  # [requests, pages_per_request] int32
+    token_to_req_ptr,  # [rows] int32
+    out_ptr,  # [rows, q_heads, head_dim]
+    lse_ptr,  # [rows, q_heads] float32, or None
+    partial_out_ptr,  # [splits, rows, q_heads, head_dim] float32
+    partial_lse_ptr,  # [splits, rows, q_heads] float32
+    k_scale,
+    v_scale,
+    num_rows,
+    num_q_heads,
+    num_requests,
+    pages_per_request,
+    num_pages,
+    q_row_stride,
+    q_head_stride,
+    k_page_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_page_stride,
+    v_slot_stride,
+    v_head_stride,
+    indices_row_stride,
+    block_table_stride,
+    out_row_stride,
+    out_head_stride,
+    TOPK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    DECODER: tl.constexpr,
+    HOISTED: tl.constexpr,
+):
+    """One split of one row and KV head: both products through `tl.dot`, probabilities in the operand type."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    members = tl.arange(0, BLOCK_M)
+    in_group = members < GROUP
+    heads = kv_head * GROUP + members
+    dims = tl.arange(0, HEAD_DIM)
+    lanes = tl.arange(0, BLOCK_N)
+
+    q = tl.load(
+        q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + dims[None, :], mask=in_group[:, None], other=0.0
+    )
+    factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
+    running_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    normaliser = tl.zeros((BLOCK_M,), tl.float32)
+    accumulator = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+
+    request = tl.load(token_to_req_ptr + row)
+    row_indices_ptr = indices_ptr + row * indices_row_stride
+    tiles = 0
+    if (request >= 0) & (request < num_requests):
+        tiles = count_tiles_in_use(row_indices_ptr, split, TOPK, BLOCK_N, NUM_SPLITS)
+    row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
+    k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
+    v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
+
+    for tile in range(0, tiles):
+        page, slot, valid = locate_tokens(
+            row_indices_ptr,
+            row_table_ptr,
+            (split + tile * NUM_SPLITS) * BLOCK_N + lanes,
+            pages_per_request,
+            num_pages,
+            TOPK,
+            PAGE_SIZE,
+        )
+        k_places = page * k_page_stride + slot * k_slot_stride
+        v_places = page * v_page_stride + slot * v_slot_stride
+        k = tl.load(k_head_ptr + k_places[None, :] + dims[:, None], mask=valid[None, :], other=0)
+        v = tl.load(v_head_ptr + v_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
+        k = decode_tile(k, k_scale, DECODER, HOISTED, q.dtype)
+        v = decode_tile(v, v_scale, DECODER, HOISTED, q.dtype)
+
+        scores = tl.dot(q, k, out_dtype=tl.float32) * factor
+        scores = tl.where(valid[None, :], scores, LOWEST)
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        decay = tl.math.exp2(running_max - new_max)
+        # a token without weight must have none even where the whole tile is invalid
+        probabilities = tl.where(valid[None, :], tl.math.exp2(scores - new_max[:, None]), 0.0)
+        normaliser = normaliser * decay + tl.sum(probabilities, axis=1)
+        accumulator = tl.dot(probabilities.to(q.dtype), v, accumulator * decay[:, None], out_dtype=tl.float32)
+        running_max = new_max
+
+    store_result(
+        out_ptr,
+        lse_ptr,
+        partial_out_ptr,
+        partial_lse_ptr,
+        accumulator / divisor(normaliser)[:, None],
+        log_sum_exp(running_max, normaliser),
+        v_scale,
+        heads,
+        dims,
+        in_group,
+        row,
+        split,
+        num_rows,
+        num_q_heads,
+        out_row_stride,
+        out_head_stride,
+        HEAD_DIM,
+        NUM_SPLITS,
+        DECODER,
+        HOISTED,
+    )
+
+
+@triton.jit
+def attend_with_vector(
+    q_ptr,  # [rows, q_heads, head_dim]
+    k_cache_ptr,  # [pages, page_size, kv_heads, head_dim]
+    v_cache_ptr,
+    indices_ptr,  # [rows, topk] int32
+    block_table_ptr,  # [requests, pages_per_request] int32
+    token_to_req_ptr,  # [rows] int32
+    out_ptr,  # [rows, q_heads, head_dim]
+    lse_ptr,  # [rows, q_heads] float32, or None
+    partial_out_ptr,  # [splits, rows, q_heads, head_dim] float32
+    partial_lse_ptr,  # [splits, rows, q_heads] float32
+    k_scale,
+    v_scale,
+    num_rows,
+    num_q_heads,
+    num_requests,
+    pages_per_request,
+    num_pages,
+    q_row_stride,
+    q_head_stride,
+    k_page_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_page_stride,
+    v_slot_stride,
+    v_head_stride,
+    indices_row_stride,
+    block_table_stride,
+    out_row_stride,
+    out_head_stride,
+    TOPK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    DECODER: tl.constexpr,
+    HOISTED: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """One split of one row and up to BLOCK_M heads of a group: products and sums in registers, probabilities in FP32.
+
+    SPREAD is the number of tokens that the layout of a loaded tile spreads over threads; each head keeps that many partial
+    outputs, so that the sum over a tile's tokens never leaves a thread.
+    """
+    CHUNKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1) // CHUNKS
+    first_member = tl.program_id(1) % CHUNKS * BLOCK_M
+    split = tl.program_id(2)
+    dims = tl.arange(0, HEAD_DIM)
+    lanes = tl.arange(0, BLOCK_N)
+
+    factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
+    queries = ()
+    running_max = ()
+    normaliser = ()
+    accumulator = ()
+    for member in tl.static_range(BLOCK_M):
+        head = kv_head * GROUP + first_member + member
+        in_group = first_member + member < GROUP
+        q = tl.load(q_ptr + row * q_row_stride + head * q_head_stride + dims, mask=in_group, other=0.0)
+        queries = queries + (q.to(tl.float32) * factor,)
+        running_max = running_max + (tl.full((), LOWEST, tl.float32),)
+        normaliser = normaliser + (tl.zeros((BLOCK_N,), tl.float32),)
+        accumulator = accumulator + (tl.zeros((SPREAD, HEAD_DIM), tl.float32),)
+
+    request = tl.load(token_to_req_ptr + row)
+    row_indices_ptr = indices_ptr + row * indices_row_stride
+    tiles = 0
+    if (request >= 0) & (request < num_requests):
+        tiles = count_tiles_in_use(row_indices_ptr, split, TOPK, BLOCK_N, NUM_SPLITS)
+    row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
+    k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
+    v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
+
+    for tile in range(0, tiles):
+        page, slot, valid = locate_tokens(
+            row_indices_ptr,
+            row_table_ptr,
+            (split + tile * NUM_SPLITS) * BLOCK_N + lanes,
+            pages_per_request,
+            num_pages,
+            TOPK,
+            PAGE_SIZE,
+        )
+        k_places = page * k_page_stride + slot * k_slot_stride
+        v_places = page * v_page_stride + slot * v_slot_stride
+        k = tl.load(k_head_ptr + k_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
+        v = tl.load(v_head_ptr + v_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
+        k = decode_tile(k, k_scale, DECODER, HOISTED, tl.float32)
+        v = decode_tile(v, v_scale, DECODER, HOISTED, tl.float32)
+
+        next_max = ()
+        next_normaliser = ()
+        next_accumulator = ()
+        for member in tl.static_range(BLOCK_M):
+            scores = tl.where(valid, tl.sum(k * queries[member][None, :], axis=1), LOWEST)
+            new_max = tl.maximum(running_max[member], tl.max(scores, axis=0))
+            decay = tl.math.exp2(running_max[member] - new_max)
+            probabilities = tl.where(valid, tl.math.exp2(scores - new_max), 0.0)
+            weighted = tl.reshape(probabilities[:, None] * v, (BLOCK_N // SPREAD, SPREAD, HEAD_DIM))
+            next_max = next_max + (new_max,)
+            next_normaliser = next_normaliser + (normaliser[member] * decay + probabilities,)
+            next_accumulator = next_accumulator + (accumulator[member] * decay + tl.sum(weighted, axis=0),)
+        running_max = next_max
+        normaliser = next_normaliser
+        accumulator = next_accumulator
+
+    for member in tl.static_range(BLOCK_M):
+        total = tl.sum(normaliser[member], axis=0)
+        summed = tl.sum(accumulator[member], axis=0)
+        one = tl.arange(0, 1)
+        store_result(
+            out_ptr,
+            lse_ptr,
+            partial_out_ptr,
+            partial_lse_ptr,
+            (summed / divisor(total))[None, :],
+            log_sum_exp(running_max[member], total) + tl.zeros((1,), tl.float32),
+            v_scale,
+            kv_head * GROUP + first_member + member + one,
+            dims,
+            first_member + member + one < GROUP,
+            row,
+            split,
+            num_rows,
+            num_q_heads,
+            out_row_stride,
+            out_head_stride,
+            HEAD_DIM,
+            NUM_SPLITS,
+            DECODER,
+            HOISTED,
+        )

@@ -1,0 +1,98 @@
+"""E4M3FN codes to numbers, one jitted function a decoder."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_exp2(codes):
+    """FP32 values of uint8 codes, the power of two computed with a real exp2."""
+    code = codes.to(tl.int32)
+    exponent = (code >> 3) & 0xF
+    mantissa = (code & 0x7).to(tl.float32)
+    normal = (1.0 + mantissa * 0.125) * tl.math.exp2((exponent - 7).to(tl.float32))
+    magnitude = tl.where(exponent == 0, mantissa * 0.001953125, normal)
+    value = tl.where((code & 0x80) != 0, -magnitude, magnitude)
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def decode_bitcast(codes):
+    """FP32 values of uint8 codes, the IEEE word of a normal number assembled from its fields."""
+    code = codes.to(tl.int32)
+    sign = (code & 0x80) << 24
+    normal = (sign | (((code & 0x7F) + (120 << 3)) << 20)).to(tl.float32, bitcast=True)
+    magnitude = (code & 0x7).to(tl.float32) * 0.001953125
+    subnormal = (sign | magnitude.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    value = tl.where((code & 0x78) == 0, subnormal, normal)
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def decode_packed(codes):
+    """FP16 values of uint8 codes times 2^-8: magnitude at bit 7, sign at bit 15, bit 14 set for the NaN codes."""
+    code = codes.to(tl.int16)
+    magnitude = code & 0x7F
+    not_a_number = (magnitude + 1) & 0x80
+    return (((code & 0x80) << 8) | ((magnitude | not_a_number) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def decode_packed_assembly(codes):
+    """`decode_packed` for four codes at a time: nine integer instructions a 32-bit word.
+
+    The NaN flag takes the place of each byte's sign bit; the permute puts the sign, replicated, above the byte, so that one
+    shift aligns both.
+    """
+    words = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 magnitude, carried, flagged, low, high;
+        and.b32 magnitude, $2, 0x7f7f7f7f;
+        add.u32 carried, magnitude, 0x01010101;
+        and.b32 carried, carried, 0x80808080;
+        or.b32 flagged, magnitude, carried;
+        prmt.b32 low, flagged, $2, 0xd1c0;
+        prmt.b32 high, flagged, $2, 0xf3e2;
+        shl.b32 low, low, 7;
+        shl.b32 high, high, 7;
+        and.b32 $0, low, 0xff80ff80;
+        and.b32 $1, high, 0xff80ff80;
+        }
+        """,
+        "=r,=r,r",
+        [codes],
+        dtype=tl.int16,
+        is_pure=True,
+        pack=4,
+    )
+    return words.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def decode_unscaled(codes, DECODER: tl.constexpr):
+    """Values of a tile of codes before any scale; `packed` gives them times 2^-8."""
+    if DECODER == "exp2":
+        return decode_exp2(codes)
+    elif DECODER == "bitcast":
+        return decode_bitcast(codes)
+    elif DECODER == "packed":
+        return decode_packed(codes)
+    elif DECODER == "packed_assembly":
+        return decode_packed_assembly(codes)
+    else:
+        return codes.to(tl.float16)
+
+
+@triton.jit
+def decode_tile(tile, scale, DECODER: tl.constexpr, HOISTED: tl.constexpr, OPERAND: tl.constexpr):
+    """A loaded K or V tile as operands of the contraction.
+
+    A decoder of "none" is an unquantised cache. Before hoisting, the scale multiplies every element in FP32 ahead of the cast.
+    """
+    if DECODER == "none":
+        return tile.to(OPERAND)
+    elif HOISTED:
+        return decode_unscaled(tile, DECODER).to(OPERAND)
+    else:
+        return (decode_unscaled(tile, DECODER) * scale).to(OPERAND)

@@ -1,0 +1,48 @@
+"""From listed tokens to places in the paged cache."""
+
+import triton
+import triton.language as tl
+
+# Fewest steps of the scan that keep its registers below those of the attention loop.
+SCAN_COLUMNS = tl.constexpr(512)
+
+
+@triton.jit
+def count_tiles_in_use(indices_ptr, split, TOPK: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """How many of this split's tiles, up to its last listed token, hold work.
+
+    Tile `i` of a split starts at column `(split + i * NUM_SPLITS) * BLOCK_N`, so that padding at the end of a row shortens
+    every split alike.
+    """
+    NUM_TILES: tl.constexpr = (TOPK + BLOCK_N - 1) // BLOCK_N
+    STEP: tl.constexpr = SCAN_COLUMNS // BLOCK_N if SCAN_COLUMNS > BLOCK_N else 1
+    own_tiles = (NUM_TILES - split + NUM_SPLITS - 1) // NUM_SPLITS
+    steps = tl.arange(0, STEP)
+    lanes = tl.arange(0, BLOCK_N)
+    last = tl.zeros((STEP, BLOCK_N), tl.int32)
+    for start in range(0, own_tiles, STEP):
+        tiles = start + steps
+        columns = (split + tiles * NUM_SPLITS)[:, None] * BLOCK_N + lanes[None, :]
+        logical = tl.load(indices_ptr + columns, mask=columns < TOPK, other=-1)
+        last = tl.where(logical >= 0, tiles[:, None] + 1, last)
+    return tl.max(tl.max(last, axis=1), axis=0)
+
+
+@triton.jit
+def locate_tokens(
+    indices_ptr,
+    block_table_ptr,
+    columns,
+    pages_per_request,
+    num_pages,
+    TOPK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Physical page (int64), slot and validity of the tokens listed in some columns of a row."""
+    logical = tl.load(indices_ptr + columns, mask=columns < TOPK, other=-1)
+    token = tl.maximum(logical, 0).to(tl.uint32)
+    page_of_request = (token // PAGE_SIZE).to(tl.int32)
+    valid = (logical >= 0) & (page_of_request < pages_per_request)
+    page = tl.load(block_table_ptr + page_of_request, mask=valid, other=-1)
+    valid = valid & (page >= 0) & (page < num_pages)
+    return tl.where(valid, page, 0).to(tl.int64), (token % PAGE_SIZE).to(tl.int64), valid
