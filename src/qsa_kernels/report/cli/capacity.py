@@ -68,10 +68,9 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any
 
 def _rows(frame: pd.DataFrame, columns: Sequence[str]) -> list[list[Any]]:
     """The chosen columns as rows of plain values, None where a value is missing."""
-    missing = frame.isna()
-    return [
-        [None if missing.at[index, column] else frame.at[index, column] for column in columns] for index in frame.index
-    ]
+    import pandas as pd
+
+    return [[None if pd.isna(value) else value for value in row] for row in frame[list(columns)].to_numpy(dtype=object)]
 
 
 def _reasons(frame: pd.DataFrame, name: str) -> list[str]:
