@@ -6,7 +6,7 @@ import triton.language as tl
 from .scaling import divisor, log_sum_exp, output_factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows",))
 def merge_splits(
     partial_out_ptr,  # [splits, rows, q_heads, head_dim] float32
     partial_lse_ptr,  # [splits, rows, q_heads] float32
