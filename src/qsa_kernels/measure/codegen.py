@@ -1,0 +1,590 @@
+"""What the compiler makes of each arm: instructions, registers, spills and shared memory, on a machine without a GPU.
+
+The kernels are compiled in a worker process, because Triton interprets every kernel of a process that has
+TRITON_INTERPRET=1. `python -m qsa_kernels.measure.codegen` is that worker.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import qsa_kernels
+from qsa_kernels.arms import ARMS
+from qsa_kernels.measure import sass, shared_memory
+from qsa_kernels.measure.source_parts import PARTS, Frame, part_of
+
+ARCHITECTURES: dict[str, int] = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_90": 90}
+NATIVE_FROM = 89
+WARP = 32
+LOCATION = re.compile(r"^\s*\.loc\s+\d+\s+\d+\s+\d+.*?(?://\s*(?P<chain>.*))?$")
+FRAME = re.compile(r"(?P<file>[^\s:@\[\]]+):(?P<line>\d+):(?P<column>\d+)")
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """One attention kernel to compile, described by plain data.
+
+    Args:
+        arm (str): name in `qsa_kernels.arms.ARMS`.
+        arch (str): name in `ARCHITECTURES`.
+        block_n (int): tokens in a tile.
+        num_warps (int): warps in a block.
+        num_splits (int): split count, a constant of the kernel.
+        num_stages (int): pipeline stages; ignored by Triton below sm_80.
+        profile (str): label of the launch; empty = made from columns and warps.
+        q_heads (int), kv_heads (int), head_dim (int), topk (int), page_size (int): the geometry.
+        dtype (str): "float16" or "bfloat16".
+        assembled_for (str): architecture to assemble the PTX for; empty = `arch`. The sm_70 code path on a newer GPU is
+            `arch="sm_70", assembled_for="sm_90"`.
+        constants (tuple): pairs (name, value) that replace constants of the kernel.
+
+    Raises:
+        ValueError: an unknown arm or architecture; the message has the known names.
+    """
+
+    arm: str
+    arch: str = "sm_70"
+    block_n: int = 16
+    num_warps: int = 4
+    num_splits: int = 8
+    num_stages: int = 2
+    profile: str = ""
+    q_heads: int = 6
+    kv_heads: int = 1
+    head_dim: int = 256
+    topk: int = 2051
+    page_size: int = 16
+    dtype: str = "float16"
+    assembled_for: str = ""
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.arm not in ARMS:
+            raise ValueError(f"arm: expected one of {', '.join(ARMS)}; got {self.arm!r}")
+        for name, value in (("arch", self.arch), ("assembled_for", self.assembled_for or self.arch)):
+            if value not in ARCHITECTURES:
+                raise ValueError(f"{name}: expected one of {', '.join(ARCHITECTURES)}; got {value!r}")
+        object.__setattr__(self, "assembled_for", self.assembled_for or self.arch)
+        if not self.profile:
+            object.__setattr__(
+                self, "profile", f"{self.block_n} columns, {self.num_warps} warp{'s' * (self.num_warps > 1)}"
+            )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one stored K or V element."""
+        return 1 if ARMS[self.arm].is_quantised else 2
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an instruction comes from.
+
+    Args:
+        chain (tuple[Frame, ...]): the inlined calls, innermost first.
+        access (str): the PTX line, for a shared-memory access.
+    """
+
+    chain: tuple[Frame, ...]
+    access: str = ""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A compiled kernel and what can be read from it.
+
+    Args:
+        request (KernelRequest): what was asked for.
+        ptx (str): the PTX text.
+        disassembly (str): nvdisasm's text, with line numbers that index `sites`.
+        sites (tuple[Site, ...]): where instructions come from.
+        registers (int): 32-bit registers a thread.
+        spill_store_bytes (int), spill_load_bytes (int): bytes a thread that the assembler spills and reloads.
+        shared_bytes (int): shared memory a block.
+        status (str), reason (str): "passed", or why there is nothing to read.
+    """
+
+    request: KernelRequest
+    ptx: str = ""
+    disassembly: str = ""
+    sites: tuple[Site, ...] = ()
+    registers: int = 0
+    spill_store_bytes: int = 0
+    spill_load_bytes: int = 0
+    shared_bytes: int = 0
+    status: str = "passed"
+    reason: str = ""
+
+    @cached_property
+    def program(self) -> sass.Program:
+        """The machine code."""
+        return sass.parse(self.disassembly)
+
+    @cached_property
+    def loop(self) -> sass.Loop:
+        """The loop over the tiles of selected tokens."""
+        return sass.hot_loop(self.program)
+
+    @cached_property
+    def tiles(self) -> int:
+        """Tiles that one pass of the loop handles, from the bytes that it loads; above one where it was unrolled."""
+        wide = sum(
+            sass.access_bits(one) // 8 for one in self.loop.instructions
+            if sass.classify(one).startswith(("global_load", "global_to_shared")) and sass.access_bits(one) >= 64
+        )  # fmt: skip
+        tile_bytes = 2 * self.request.block_n * self.request.head_dim * self.request.item_bytes
+        return max(1, round(wide * WARP * self.request.num_warps / tile_bytes))
+
+    @property
+    def elements(self) -> int:
+        """K and V elements that one pass of the loop handles in a block."""
+        return 2 * self.request.block_n * self.request.head_dim * self.tiles
+
+    def per_element(self, instructions: int) -> float:
+        """Thread instructions for each K or V element, from warp instructions in one pass of the loop."""
+        return instructions * self.request.num_warps * WARP / self.elements
+
+    @property
+    def code_sha256(self) -> str:
+        """Hash of the machine code and of what a launch needs besides it; free of paths and line tables."""
+        text = "".join(one.encoding for one in self.program.instructions)
+        return hashlib.sha256(
+            f"{text} {self.registers} {self.shared_bytes} {self.request.num_warps}".encode()
+        ).hexdigest()
+
+    @property
+    def ptx_sha256(self) -> str:
+        """Hash of the PTX without comments, line table and debug sections."""
+        return hashlib.sha256(normalise(self.ptx).encode()).hexdigest()
+
+    @cached_property
+    def thread_values(self) -> shared_memory.ThreadValues:
+        """Integer registers of the PTX, a thread each."""
+        return shared_memory.ThreadValues(self.ptx, WARP * self.request.num_warps)
+
+    def wavefronts(self, instruction: sass.Instruction) -> float | None:
+        """Shared-memory wavefronts of a warp for one access, None where its addresses are not known."""
+        site = self.site(instruction)
+        if site is None or not site.access:
+            return None
+        addresses = self.thread_values.addresses(site.access)
+        return None if addresses is None else shared_memory.wavefronts(addresses, sass.access_bits(instruction))
+
+    def site(self, instruction: sass.Instruction) -> Site | None:
+        """Where an instruction comes from, None where the line table does not say."""
+        return (
+            self.sites[instruction.site]
+            if instruction.site is not None and 0 < instruction.site < len(self.sites)
+            else None
+        )
+
+
+def annotate(ptx: str) -> tuple[str, tuple[Site, ...]]:
+    """PTX whose line table numbers call chains and shared-memory accesses instead of source lines.
+
+    Triton writes the chain of inlined calls into a comment beside each line entry; the assembler keeps only the number.
+
+    Args:
+        ptx (str): PTX of one kernel as Triton makes it.
+
+    Returns:
+        tuple: the PTX, and the sites by line number (number 0 is unused).
+    """
+    numbers: dict[Site, int] = {}
+    current = Site(())
+    lines = []
+
+    def entry(site: Site) -> str:
+        return f"\t.loc\t1 {numbers.setdefault(site, len(numbers) + 1)} 0"
+
+    for line in _without_debug_sections(ptx):
+        if found := LOCATION.match(line):
+            frames = FRAME.finditer(found["chain"] or "")
+            current = Site(tuple(Frame(one["file"], int(one["line"]), int(one["column"])) for one in frames))
+            lines.append(entry(current))
+        elif shared_memory.ACCESS.match(line):
+            lines += [entry(Site(current.chain, line.strip())), line, entry(current)]
+        else:
+            lines.append(line)
+    lines.append('\t.file\t1 "sites"')
+    return "\n".join(lines) + "\n", (Site(()), *numbers)
+
+
+def normalise(ptx: str) -> str:
+    """PTX without comments, line table, file names, debug labels and debug sections."""
+    lines = (re.sub(r"//.*", "", line).rstrip() for line in _without_debug_sections(ptx))
+    return "\n".join(
+        line for line in lines if line and not re.match(r"\s*\.loc\s|\s*\$L__(tmp|func_begin|func_end)\d+:", line)
+    )
+
+
+def _without_debug_sections(ptx: str) -> Iterable[str]:
+    depth = 0
+    for line in ptx.splitlines():
+        if depth or re.match(r"\s*\.section\s+\.debug", line):
+            depth = max(1, depth)
+            if "}" in line:
+                depth = 0
+        elif not re.match(r"\s*\.file\s", line):
+            yield line
+
+
+@cache
+def tool(name: str) -> str:
+    """Path of a CUDA tool that the Triton wheel carries: the versions that still know sm_70.
+
+    Raises:
+        FileNotFoundError: the wheel has no such tool.
+    """
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("triton is not installed")
+    path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{name}: expected in the triton wheel at {path}")
+    return str(path)
+
+
+def compile_kernels(
+    requests: Iterable[KernelRequest], *, cached: bool = True, progress: Callable[[str], None] = lambda _: None
+) -> list[CompiledKernel]:
+    """Compile kernels and disassemble them.
+
+    Args:
+        requests (Iterable[KernelRequest]): what to compile.
+        cached (bool): use results stored for the same sources, versions and request. Default: True.
+        progress (callable): called with one word a finished kernel.
+
+    Returns:
+        list[CompiledKernel]: one a request, in order; kernels that the architecture cannot have are "skipped", those
+        that do not compile "failed", each with the reason.
+
+    Raises:
+        RuntimeError: the worker process fails as a whole.
+    """
+    wanted = list(requests)
+    folder = _cache_folder()
+    stored: dict[KernelRequest, dict[str, Any]] = {}
+    missing = []
+    for request in dict.fromkeys(wanted):
+        path = folder / f"{_cache_key(request)}.json"
+        if _needs_newer(request):
+            continue
+        if cached and path.is_file():
+            stored[request] = json.loads(path.read_text())
+        else:
+            missing.append(request)
+    if missing:
+        for request, answer in zip(missing, _run_worker(missing, folder, cached), strict=True):
+            if "error" not in answer:
+                answer = _assemble(answer, request)
+                _store(folder / f"{_cache_key(request)}.json", answer)
+            stored[request] = answer
+            progress(request.arm)
+    return [_read(request, stored.get(request)) for request in wanted]
+
+
+def kernel_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
+    """One row a kernel: sizes of the loop and of the whole kernel, registers, spills, shared memory, hashes.
+
+    Columns with `_per_element` count thread instructions for each K or V element of a tile.
+    """
+    rows = []
+    for kernel in kernels:
+        good = kernel.status == "passed"
+        rows.append(
+            {
+                **_labels(kernel),
+                "loop_instructions": len(kernel.loop.instructions) if good else float("nan"),
+                "total_instructions": len(kernel.program.instructions) if good else float("nan"),
+                "tiles_per_iteration": float(kernel.tiles) if good else float("nan"),
+                "loop_instructions_per_element": kernel.per_element(len(kernel.loop.instructions))
+                if good
+                else float("nan"),
+                "registers": kernel.registers if good else float("nan"),
+                "spill_store_bytes": kernel.spill_store_bytes if good else float("nan"),
+                "spill_load_bytes": kernel.spill_load_bytes if good else float("nan"),
+                "shared_bytes": kernel.shared_bytes if good else float("nan"),
+                "ptx_sha256": kernel.ptx_sha256 if good else "",
+                "code_sha256": kernel.code_sha256 if good else "",
+                "status": kernel.status,
+                "reason": kernel.reason,
+            }
+        )
+    table = pd.DataFrame(rows)
+    numbers = [
+        name
+        for name in table
+        if name.endswith(("instructions", "bytes", "iteration", "element")) or name == "registers"
+    ]
+    return table.astype(dict.fromkeys(numbers, float))
+
+
+def class_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
+    """One row a kernel, scope ("loop" or "kernel") and instruction class.
+
+    `instructions` counts warp instructions, `per_element` thread instructions for each K or V element of a tile.
+    """
+    rows = []
+    for kernel in _passed(kernels):
+        for scope, instructions in (("loop", kernel.loop.instructions), ("kernel", kernel.program.instructions)):
+            for name, number in sass.count(instructions).items():
+                per_element = kernel.per_element(number) if scope == "loop" else float("nan")
+                rows.append(
+                    {
+                        **_labels(kernel),
+                        "scope": scope,
+                        "class": name,
+                        "instructions": number,
+                        "per_element": per_element,
+                    }
+                )
+    return _with_status(pd.DataFrame(rows, columns=[*LABELS, "scope", "class", "instructions", "per_element"]))
+
+
+def part_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
+    """One row a kernel and part of the algorithm: the loop's warp instructions that its source lines account for."""
+    rows = []
+    for kernel in _passed(kernels):
+        parts = Counter(part_of(site.chain if (site := kernel.site(one)) else ()) for one in kernel.loop.instructions)
+        for name in PARTS:
+            rows.append(
+                {
+                    **_labels(kernel),
+                    "part": name,
+                    "instructions": parts[name],
+                    "per_element": kernel.per_element(parts[name]),
+                }
+            )
+    return _with_status(pd.DataFrame(rows, columns=[*LABELS, "part", "instructions", "per_element"]))
+
+
+def shared_access_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
+    """One row a kernel and kind of shared-memory access in the loop: number a warp, wavefronts, and the least possible.
+
+    `wavefronts` counts what the addresses of all threads ask for, `accesses_unknown` the accesses whose addresses do
+    not follow from the thread index and that are counted without conflicts.
+    """
+    rows = []
+    for kernel in _passed(kernels):
+        kinds: dict[str, list[tuple[float, bool]]] = {}
+        for one in kernel.loop.instructions:
+            kind = sass.classify(one)
+            if kind.startswith("shared"):
+                known = kernel.wavefronts(one)
+                least = shared_memory.least_wavefronts(sass.access_bits(one))
+                kinds.setdefault(kind, []).append((least if known is None else known, known is None))
+        for kind, found in sorted(kinds.items()):
+            rows.append(
+                {
+                    **_labels(kernel),
+                    "class": kind,
+                    "accesses": len(found),
+                    "accesses_unknown": sum(unknown for _, unknown in found),
+                    "wavefronts": float(sum(number for number, _ in found)),
+                    "wavefronts_without_conflicts": float(
+                        shared_memory.least_wavefronts(int(kind.rsplit("_", 1)[1])) * len(found)
+                    ),
+                }
+            )
+    columns = [*LABELS, "class", "accesses", "accesses_unknown", "wavefronts", "wavefronts_without_conflicts"]
+    return _with_status(pd.DataFrame(rows, columns=columns))
+
+
+LABELS = ("arch", "assembled_for", "arm", "profile", "block_n", "num_warps", "num_stages")
+
+
+def _labels(kernel: CompiledKernel) -> dict[str, Any]:
+    return {name: getattr(kernel.request, name) for name in LABELS}
+
+
+def _passed(kernels: Iterable[CompiledKernel]) -> list[CompiledKernel]:
+    return [kernel for kernel in kernels if kernel.status == "passed"]
+
+
+def _with_status(table: pd.DataFrame) -> pd.DataFrame:
+    return table.assign(status="passed", reason="")
+
+
+def _needs_newer(request: KernelRequest) -> bool:
+    return ARMS[request.arm].decoder == "native" and ARCHITECTURES[request.arch] < NATIVE_FROM
+
+
+def _read(request: KernelRequest, answer: dict[str, Any] | None) -> CompiledKernel:
+    if answer is None:
+        reason = f"hardware conversion needs compute capability 8.9 or newer, {request.arch} has none"
+        return CompiledKernel(request, status="skipped", reason=reason)
+    if "error" in answer:
+        return CompiledKernel(request, status="failed", reason=answer["error"])
+    _, sites = annotate(answer["ptx"])
+    usage = _usage(answer["log"])
+    return CompiledKernel(request, answer["ptx"], answer["disassembly"], sites, *usage, answer["shared"])
+
+
+def _usage(log: str) -> tuple[int, int, int]:
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if registers is None or spills is None:
+        raise RuntimeError(f"ptxas -v: expected register and spill lines, got {log!r}")
+    return int(registers[1]), int(spills[1]), int(spills[2])
+
+
+def _assemble(answer: dict[str, Any], request: KernelRequest) -> dict[str, Any]:
+    """Assemble the numbered PTX and disassemble it, after a check that the machine code is what Triton itself makes."""
+    ptx, _ = annotate(answer["ptx"])
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        log = _call(
+            tool("ptxas"), "-lineinfo", "-v", f"--gpu-name={_gpu_name(request)}", str(source), "-o", str(binary)
+        ).stderr
+        disassembly = _call(tool("nvdisasm"), "-c", "-g", "-hex", str(binary)).stdout
+    words = re.findall("." * 16, "".join(one.encoding for one in sass.parse(disassembly).instructions))
+    code = b"".join(int(word, 16).to_bytes(8, "little") for word in words)
+    if request.assembled_for == request.arch and code not in base64.b64decode(answer["cubin"]):
+        raise RuntimeError(f"{request.arm} on {request.arch}: the numbered line table changed the machine code")
+    return {"ptx": answer["ptx"], "disassembly": disassembly, "log": log, "shared": answer["shared"]}
+
+
+def _gpu_name(request: KernelRequest) -> str:
+    # Triton's own code for sm_90 uses the instructions that only that architecture has.
+    return "sm_90a" if request.arch == "sm_90" else request.assembled_for
+
+
+def _call(*command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{Path(command[0]).name} failed with code {done.returncode}: {done.stderr.strip()}")
+    return done
+
+
+def _cache_folder() -> Path:
+    """A folder that can be written: beside Triton's own cache, or a private one that lives as long as this process."""
+    home = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    try:
+        folder = home / "qsa_codegen"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(_private_folder().name)
+
+
+@cache
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="qsa_codegen_")
+
+
+@cache
+def _sources_sha256() -> str:
+    digest = hashlib.sha256()
+    package = Path(qsa_kernels.__file__).parent
+    for path in sorted([*package.glob("*.py"), *package.glob("kernels/*.py"), Path(__file__)]):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cache_key(request: KernelRequest) -> str:
+    versions = [importlib.metadata.version(name) for name in ("triton", "torch")]
+    text = json.dumps([_sources_sha256(), versions, dataclasses.asdict(request)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _store(path: Path, answer: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        json.dump(answer, file)
+    os.replace(file.name, path)
+
+
+def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -> list[dict[str, Any]]:
+    hidden = ("TRITON_INTERPRET", "TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "TRITON_OVERRIDE_ARCH")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
+    if not cached:
+        environment["TRITON_ALWAYS_COMPILE"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "qsa_kernels.measure.codegen"],
+        input=json.dumps([dataclasses.asdict(request) for request in requests]),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the compiling process failed with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def _compile(request: KernelRequest) -> dict[str, Any]:
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from qsa_kernels.attention import kernel_spec
+    from qsa_kernels.launch import LaunchConfig
+
+    spec = kernel_spec(
+        ARMS[request.arm],
+        LaunchConfig(
+            block_n=request.block_n,
+            num_splits=request.num_splits,
+            num_warps=request.num_warps,
+            num_stages=request.num_stages,
+        ),
+        q_heads=request.q_heads,
+        kv_heads=request.kv_heads,
+        head_dim=request.head_dim,
+        topk=request.topk,
+        page_size=request.page_size,
+        dtype=getattr(torch, request.dtype),
+    )
+    constants = {**spec.constants, **dict(request.constants)}
+    unknown = set(constants) - set(spec.constants)
+    if unknown:
+        raise ValueError(
+            f"constants: expected some of {', '.join(sorted(spec.constants))}; got {', '.join(sorted(unknown))}"
+        )
+    compiled = triton.compile(
+        ASTSource(spec.function, spec.signature, constants, spec.attributes),
+        target=GPUTarget("cuda", ARCHITECTURES[request.arch], WARP),
+        options={"num_warps": spec.num_warps, "num_stages": spec.num_stages},
+    )
+    cubin = base64.b64encode(compiled.asm["cubin"]).decode()
+    return {"ptx": compiled.asm["ptx"], "cubin": cubin, "shared": compiled.metadata.shared}
+
+
+def _worker() -> None:
+    answers = []
+    for fields in json.load(sys.stdin):
+        fields["constants"] = tuple(tuple(pair) for pair in fields["constants"])
+        try:
+            answers.append(_compile(KernelRequest(**fields)))
+        except Exception as error:
+            # One kernel that does not compile must not take the others with it.
+            words = str(error).strip().splitlines() or [""]
+            answers.append({"error": f"{type(error).__name__}: {words[-1]}"})
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    _worker()
