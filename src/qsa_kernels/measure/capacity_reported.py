@@ -7,13 +7,21 @@ is what the closest integer leaves.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from qsa_kernels.measure.capacity import GIB, MIB, BlockLayout, Deployment, topk_workspace_bytes
+from qsa_kernels.measure.capacity import (
+    GIB,
+    MIB,
+    BlockLayout,
+    Deployment,
+    fixed_bytes_from_gain,
+    topk_workspace_bytes,
+)
 
 REPORTED = Path(__file__).resolve().parents[3] / "data" / "reported" / "capacity.csv"
 REPEATS = 3
@@ -342,3 +350,30 @@ def consistent_lengths(
             blocks = -(-tokens * request // candidates)
             candidates = candidates[blocks * candidates // request == tokens]
     return candidates.tolist()
+
+
+def two_number_model(reported: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The constant bytes a token that a simpler model (K/V that halves, plus a constant) would need for each gain.
+
+    Only pairs that one pool explains and that use no draft layer; the indexer's real bytes stand beside the constant.
+
+    Returns:
+        DataFrame: pair, gain_reported, kv_bytes_per_token, constant_bytes_per_token, index_bytes_per_token, kind,
+            source, source_url, status, reason.
+    """
+    table = validate(reported)
+    rows = []
+    for _, pair in table[table["same_pool"].fillna(False) & (table["mtp"] == 0)].iterrows():
+        deployment = deployment_of(pair)
+        layout = deployment.layout("auto")
+        main = deployment.attention_layers * layout.kv_bytes_per_token
+        gain = Fraction(int(pair["reported_e4m3_tokens"]), int(pair["reported_fp16_tokens"]))
+        rows.append(
+            {column: pair[column] for column in ["pair", "gain_reported", *_SOURCE]}
+            | {
+                "kv_bytes_per_token": main,
+                "constant_bytes_per_token": float(fixed_bytes_from_gain(main, gain)),
+                "index_bytes_per_token": deployment.attention_layers * layout.index_bytes_per_token,
+            }
+        )
+    return pd.DataFrame(rows).assign(kind="derived", status="passed", reason="")

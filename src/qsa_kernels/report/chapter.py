@@ -73,6 +73,14 @@ def check_parameters(name: str, values: Mapping[str, Any]) -> ChapterParameters:
     return validated(PARAMETERS[name], values, f"chapter {name!r}")
 
 
+def _cell(value: object) -> str:
+    """A table cell as HTML; web addresses become links."""
+    text = html.escape(tables.text_of(value))
+    if not text.startswith("https://"):
+        return text
+    return ", ".join(f"<a href='{address}'>{address.removeprefix('https://')}</a>" for address in text.split(", "))
+
+
 class Page:
     """One executed chapter: where its tables, figures and numbers go."""
 
@@ -150,7 +158,7 @@ class Page:
         self._tables[name] = path.name
         self._save(complete=False)
         rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(tables.text_of(value))}</td>" for value in row) + "</tr>"
+            "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>"
             for row in frame.itertuples(index=False)
         )
         head = "".join(f"<th scope='col'>{html.escape(str(column))}</th>" for column in frame.columns)

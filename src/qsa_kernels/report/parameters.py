@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Device = Literal["auto", "interpreter", "cuda"]
 Source = Annotated[str, Field(pattern=r"^(live|recorded:[A-Za-z0-9][A-Za-z0-9._-]*)$")]
@@ -20,6 +20,29 @@ class ChapterParameters(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class CapacityParameters(ChapterParameters):
+    """The deployment of the reader; what the capacity model does not cover is refused with its reason."""
+
+    tp: int
+    mtp: int
+    prefix_caching: bool
+    max_model_len: int
+    pool_gib: float
+    kv_cache_dtype: str
+    share_topk_workspace: bool
+
+    @model_validator(mode="after")
+    def _inside_the_model(self) -> CapacityParameters:
+        from qsa_kernels.measure import capacity
+
+        capacity.plan(**self.model_dump())
+        return self
+
+
+class EnvironmentParameters(ChapterParameters):
+    """The page of versions, runs and checksums has nothing to choose."""
+
+
 class ExampleParameters(ChapterParameters):
     """The smallest chapter: what the tests of the runner execute."""
 
@@ -28,6 +51,8 @@ class ExampleParameters(ChapterParameters):
 
 
 PARAMETERS: dict[str, type[ChapterParameters]] = {
+    "capacity": CapacityParameters,
+    "environment": EnvironmentParameters,
     "example": ExampleParameters,
 }
 

@@ -54,7 +54,136 @@ def count(minimum: int = 0) -> pa.Column:
     return pa.Column(int, pa.Check.ge(minimum))
 
 
+def optional(dtype: str) -> pa.Column:
+    """A column of a nullable pandas type ("Int64", "boolean") that is empty where nothing was published."""
+    return pa.Column(dtype, nullable=True)
+
+
+_PUBLISHED = {"kind": label("reported", "derived"), "source": label(), "source_url": label()}
+_DERIVED = {"kind": label("derived")}
+_KV_CACHE_DTYPE = {"kv_cache_dtype": label("auto", "float16", "bfloat16", "fp8_e4m3")}
+_SERVING = {"tp": count(1), "mtp": count(), "prefix_caching": pa.Column(bool), "max_model_len": count(1)}
+_PUBLISHED_SETUP = {
+    "pair": label(),
+    "device": label(),
+    **{name: optional("boolean" if name == "prefix_caching" else "Int64") for name in _SERVING},
+    "setup_kind": label("reported", "inferred", "incomplete", "outside"),
+}
+
 SCHEMAS: dict[str, pa.DataFrameSchema] = {
+    "capacity_block_sizes": schema(
+        {
+            **{name: count() for name in ("tp", "mtp", "state_bytes", "page_bytes", "block_tokens", "block_bytes")},
+            **_KV_CACHE_DTYPE,
+            **_DERIVED,
+        }
+    ),
+    "capacity_layout": schema(
+        {
+            **{name: label() for name in ("pair", "quantity", "kv_cache_dtype", "unit")},
+            "reported": count(1),
+            "model": count(1),
+            **_PUBLISHED,
+        }
+    ),
+    "capacity_pairs": schema(
+        {
+            **_PUBLISHED_SETUP,
+            **{
+                f"{quantity}_{width}_tokens": optional("Int64")
+                for quantity in ("reported", "model", "residual")
+                for width in ("fp16", "e4m3")
+            },
+            **{name: number() for name in ("gain_reported", "gain_model", "gain_limit")},
+            "same_pool": optional("boolean"),
+            **_PUBLISHED,
+        },
+        measured=["reported_e4m3_tokens", "residual_e4m3_tokens", "gain_limit"],
+    ),
+    "capacity_pools": schema(
+        {
+            **_PUBLISHED_SETUP,
+            **_KV_CACHE_DTYPE,
+            "reported_tokens": count(1),
+            **{name: optional("Int64") for name in ("model_tokens", "residual_tokens", "blocks", "blocks_per_request")},
+            **{name: number() for name in ("tokens_per_block", "pool_low_gib", "pool_high_gib", "reported_pool_gib")},
+            **_PUBLISHED,
+        },
+        measured=["model_tokens", "blocks", "pool_low_gib", "pool_high_gib"],
+    ),
+    "capacity_waterfall": schema(
+        {"deployment": label(), "step": label(), "gain": number(), "change": number(), "meaning": label(), **_DERIVED},
+        measured=["gain", "change"],
+    ),
+    "capacity_constant": schema(
+        {
+            "pair": label(),
+            "gain_reported": number(),
+            "kv_bytes_per_token": count(1),
+            "constant_bytes_per_token": number(pa.Check.ge(0)),
+            "index_bytes_per_token": count(),
+            **_PUBLISHED,
+        },
+        measured=["constant_bytes_per_token"],
+    ),
+    "capacity_gain_by_length": schema(
+        {
+            **_SERVING,
+            "blocks_fp16": count(1),
+            "blocks_e4m3": count(1),
+            "gain": number(pa.Check.gt(0)),
+            "gain_limit": number(pa.Check.gt(0)),
+            **_DERIVED,
+        },
+        measured=["gain", "gain_limit"],
+    ),
+    "capacity_cells": schema(
+        {
+            "pool": label(),
+            **_KV_CACHE_DTYPE,
+            **{name: count(1) for name in ("concurrency", "context_tokens", "output_tokens", "blocks_needed")},
+            "blocks_in_pool": count(),
+            "fits": pa.Column(bool),
+            **_DERIVED,
+        }
+    ),
+    "capacity_counts": schema(
+        {
+            "pool": label(),
+            **_KV_CACHE_DTYPE,
+            "quantity": label("cells", "requests"),
+            "model": count(),
+            "reported": optional("Int64"),
+            **_PUBLISHED,
+        },
+        measured=["reported"],
+    ),
+    "capacity_workspace": schema(
+        {"quantity": label(), "low_mib": number(), "high_mib": number(), "reported_mib": number(), **_PUBLISHED},
+        measured=["low_mib", "high_mib"],
+    ),
+    "capacity_deployment": schema(
+        {
+            **_KV_CACHE_DTYPE,
+            **_SERVING,
+            **{name: count() for name in ("pool_bytes", "block_tokens", "block_bytes", "blocks", "blocks_per_request")},
+            **{name: count() for name in ("bytes_per_token", "tokens", "requests")},
+            "gain": number(pa.Check.ge(0)),
+            "gain_limit": number(pa.Check.gt(0)),
+            **_DERIVED,
+        },
+        measured=["gain"],
+    ),
+    "environment_facts": schema({"group": label(), "fact": label(), "value": label()}),
+    "environment_runs": schema(
+        {
+            **{name: label() for name in ("chapter", "run", "profile", "device", "started_utc", "commit")},
+            "wall_time_s": number(pa.Check.ge(0)),
+        },
+        measured=["wall_time_s"],
+    ),
+    "environment_checksums": schema({"chapter": label(), "table": label(), "sha256": label()}),
+    "environment_checks": schema({"check": label(), "value": label()}),
     "example_cells": schema({"label": label(), "rows": count(1), "square": number()}, measured=["square"]),
 }
 
