@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
@@ -31,7 +30,9 @@ from qsa_kernels.weightfile import (
     read_json,
 )
 
-KINDS = ("k", "v")
+if TYPE_CHECKING:
+    import torch
+
 E4M3_MAX = 448
 SENTINEL = -1.0  # of a slot that nothing was loaded into; 1.0 would be a legal scale
 CONTRACT = "e4m3fn(x/scale), max_abs/448"
@@ -44,6 +45,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCALE_LIKE = re.compile(r"self_attn\.(?:.*\.)?(?:[qkv]|qk|kv|output)_scale$")
 
 Kind = Literal["k", "v"]
+KINDS: tuple[Kind, ...] = ("k", "v")
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Weight = TypeVar("Weight")
 
@@ -76,7 +78,7 @@ class Geometry:
 
     def keys(self) -> tuple[str, ...]:
         """All tensor names: layers ascending, K before V."""
-        return tuple(self.key(layer, kind) for layer in self.layers for kind in ("k", "v"))
+        return tuple(self.key(layer, kind) for layer in self.layers for kind in KINDS)
 
 
 QWEN4_EXP = Geometry(layers=tuple(range(3, 48, 4)), prefix="model.language_model.layers")
@@ -196,6 +198,11 @@ class Provenance(_File):
     loader_contract: str
 
 
+def is_scale_name(key: str) -> bool:
+    """Whether a tensor is called like a cache scale of an attention layer, under any of the namings in use."""
+    return _SCALE_LIKE.search(key) is not None
+
+
 def scale_for(max_abs: float) -> float:
     """Smallest FP32 number that is at least `max_abs / 448`, so that `max_abs` itself does not saturate.
 
@@ -295,7 +302,7 @@ class ScaleSlots:
         """
         self._open_streams += 1
         for key, value in weights:
-            if key in self._slots or _SCALE_LIKE.search(key):
+            if key in self._slots or is_scale_name(key):
                 self.load(key, value)  # type: ignore[arg-type]
             else:
                 yield key, value
@@ -416,7 +423,7 @@ def load_checkpoint(folder: Path | str, geometry: Geometry, base_index_sha256: s
         if not file.is_file():  # a dangling link
             continue
         for key in read_header(file).tensors:
-            if key in weight_map or _SCALE_LIKE.search(key):
+            if key in weight_map or is_scale_name(key):
                 holders.setdefault(key, []).append(file.name)
 
     expected = dict.fromkeys(geometry.keys())
@@ -426,7 +433,7 @@ def load_checkpoint(folder: Path | str, geometry: Geometry, base_index_sha256: s
         elif (folder / weight_map[key]).is_file() and weight_map[key] not in holders.get(key, []):
             problems.append(f"missing {key}: the index maps it to {weight_map[key]}, which lacks it")
     for key in dict.fromkeys([*weight_map, *holders]):
-        if key not in expected and not _SCALE_LIKE.search(key):
+        if key not in expected and not is_scale_name(key):
             continue
         if key not in expected:
             problems.append(f"unexpected {key} in {weight_map.get(key) or ', '.join(holders[key])}")
