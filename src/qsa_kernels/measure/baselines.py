@@ -51,14 +51,17 @@ def sdpa(inputs: AttentionInputs) -> Callable[[], torch.Tensor]:
 
     def call() -> torch.Tensor:
         slots, valid = flat_slots(inputs)
-        selected = []
-        for cache, scale in ((inputs.k_cache, inputs.k_scale), (inputs.v_cache, inputs.v_scale)):
+
+        def select(cache: torch.Tensor, scale: float) -> torch.Tensor:
             gathered = cache.view(-1, kv_heads, head_dim)[slots]
             if quantised:
                 gathered = _dequantise(gathered, scale, inputs.q.dtype)
-            selected.append(gathered.transpose(1, 2))
+            return gathered.transpose(1, 2)
+
+        keys = select(inputs.k_cache, inputs.k_scale)
+        values = select(inputs.v_cache, inputs.v_scale)
         mask = valid[:, None, None, :] if padded else None
-        return F.scaled_dot_product_attention(query, *selected, attn_mask=mask).reshape(rows, q_heads, head_dim)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(rows, q_heads, head_dim)
 
     return call
 
@@ -100,9 +103,7 @@ def flashinfer_decode(inputs: AttentionInputs) -> Callable[[], torch.Tensor]:
     indptr[1:] = counts.cumsum(0)
     quantised = inputs.kv_cache_dtype == "fp8_e4m3"
     storage = torch.float8_e4m3fn if quantised else inputs.k_cache.dtype
-    caches = tuple(
-        cache.view(storage).view(-1, 1, kv_heads, head_dim) for cache in (inputs.k_cache, inputs.v_cache)
-    )
+    caches = tuple(cache.view(storage).view(-1, 1, kv_heads, head_dim) for cache in (inputs.k_cache, inputs.v_cache))
     device = inputs.q.device
     if device not in _workspaces:
         _workspaces[device] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

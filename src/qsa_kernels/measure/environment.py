@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,7 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 def _nvml_facts(index: int) -> dict[str, Any] | None:
     try:
-        import pynvml
-
+        pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     except Exception:
@@ -51,15 +52,11 @@ def _nvml_facts(index: int) -> dict[str, Any] | None:
     return {
         "driver": driver.decode() if isinstance(driver, bytes) else driver,
         "sm_clock_max_mhz": _attempt(lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)),
-        "sm_clock_set_mhz": _attempt(
-            lambda: pynvml.nvmlDeviceGetApplicationsClock(handle, pynvml.NVML_CLOCK_GRAPHICS)
-        ),
+        "sm_clock_set_mhz": _attempt(lambda: pynvml.nvmlDeviceGetApplicationsClock(handle, pynvml.NVML_CLOCK_GRAPHICS)),
         "sm_clock_seen_mhz": _attempt(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
         "memory_clock_seen_mhz": _attempt(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)),
         "power_limit_w": _attempt(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
-        "temperature_c": _attempt(
-            lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-        ),
+        "temperature_c": _attempt(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
         "ecc": ecc if ecc == NOT_AVAILABLE else ("on" if ecc else "off"),
         "facts_from": "NVML",
     }
@@ -89,7 +86,7 @@ def _smi_facts(index: int) -> dict[str, Any] | None:
         missing = not cell or cell.startswith("[") or cell in ("N/A", "Unknown Error")
         facts[name] = NOT_AVAILABLE if missing else cell
         if not missing and name not in ("driver", "ecc"):
-            facts[name] = _attempt(lambda cell=cell: float(cell))
+            facts[name] = _attempt(functools.partial(float, cell))
     if facts["ecc"] != NOT_AVAILABLE:
         facts["ecc"] = {"Enabled": "on", "Disabled": "off"}.get(facts["ecc"], NOT_AVAILABLE)
     return {**facts, "facts_from": "nvidia-smi"}
@@ -128,7 +125,7 @@ def versions() -> dict[str, str]:
         "ptxas": _attempt(_ptxas_version),
     }
     for package in _VERSIONED:
-        found[package] = _attempt(lambda package=package: importlib.metadata.version(package))
+        found[package] = _attempt(functools.partial(importlib.metadata.version, package))
     return found
 
 
@@ -148,60 +145,6 @@ def describe(index: int = 0) -> dict[str, Any]:
 def is_interpreted() -> bool:
     """Whether `TRITON_INTERPRET` asks for the interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-
-
-def require_device(
-    *,
-    dtype: torch.dtype = torch.float16,
-    decoder: str | None = None,
-    capability: tuple[int, int] | None = None,
-    architectures: Sequence[str] | None = None,
-) -> tuple[int, int]:
-    """The compute capability of a device that can run what is asked for.
-
-    Args:
-        dtype: dtype of the queries.
-        decoder: E4M3 decoder, None where nothing is decoded.
-        capability: of the device; default: of the present one.
-        architectures: what this torch build carries code for; default: `torch.cuda.get_arch_list()`.
-
-    Raises:
-        ValueError: in one line, why this device cannot.
-    """
-    if capability is None:
-        if not torch.cuda.is_available():
-            raise ValueError("device: expected a CUDA device; this machine shows none to torch")
-        capability = torch.cuda.get_device_capability()
-    if architectures is None:
-        architectures = torch.cuda.get_arch_list()
-    if capability < (7, 0):
-        raise ValueError(f"device: expected compute capability 7.0 or newer; got {capability[0]}.{capability[1]}")
-    # Machine code runs on the same major version from its own minor version up; PTX runs on anything newer.
-    native = {_arch(name) for name in architectures if name.startswith("sm_")}
-    portable = {_arch(name) for name in architectures if name.startswith("compute_")}
-    runs = any(arch[0] == capability[0] and arch <= capability for arch in native) or any(
-        arch <= capability for arch in portable
-    )
-    if not runs:
-        raise ValueError(
-            f"torch {torch.__version__}: no code for a device of compute capability {capability[0]}.{capability[1]}; "
-            f"this build carries {' '.join(architectures) or 'none'}"
-        )
-    if dtype == torch.bfloat16 and capability < (8, 0):
-        raise ValueError(
-            f"q: expected float16 on compute capability {capability[0]}.{capability[1]}; "
-            "got bfloat16, which this hardware does not have"
-        )
-    if decoder == "native" and capability < (8, 9):
-        raise ValueError(
-            f"decoder: 'native' needs compute capability 8.9 or newer; this device has {capability[0]}.{capability[1]}"
-        )
-    return capability
-
-
-def _arch(name: str) -> tuple[int, int]:
-    digits = "".join(character for character in name.split("_")[1] if character.isdigit())
-    return int(digits[:-1]), int(digits[-1])
 
 
 def writable_cache(wanted: str | os.PathLike[str] | None = None) -> Path:

@@ -63,7 +63,7 @@ class WorkloadGrid:
     kind: Literal["decode", "prefill"]
     rows: list[int]
     context: list[int]
-    selection: list[Literal["random", "clustered"]] = dataclasses.field(default_factory=lambda: ["clustered"])  # type: ignore[arg-type]
+    selection: list[Literal["random", "clustered"]] = dataclasses.field(default_factory=lambda: ["clustered"])
     overlap: list[float] = dataclasses.field(default_factory=lambda: [0.9])
     heads: list[list[int]] = dataclasses.field(default_factory=lambda: [[6, 1]])
     topk: int = 2051
@@ -103,6 +103,7 @@ class Stage:
 
     Args:
         name: of the stage.
+        group: stages of one group share their fresh processes; groups are measured one after the other.
         processes: fresh processes.
         blocks: even number of blocks a process.
         states: "cold", "hot".
@@ -113,6 +114,7 @@ class Stage:
     __pydantic_config__ = _FORBID
 
     name: str
+    group: int
     processes: int
     blocks: int
     states: list[Literal["cold", "hot"]]
@@ -153,6 +155,10 @@ class Search:
     tiles: dict[CodePath, list[TileGrid]]
     public: dict[CodePath, list[str]]
     samples: int
+
+    def each_workload(self) -> Iterator[Workload]:
+        for grid in self.workloads:
+            yield from grid
 
 
 @dataclass(frozen=True)
@@ -227,9 +233,7 @@ class Unit:
     def matches(self, patterns: list[str]) -> bool:
         """Whether "stage/workload/code_path" fits one of the patterns; a bare word names a stage."""
         name = f"{self.stage.name}/{self.workload.name}/{self.code_path}"
-        return not patterns or any(
-            fnmatch(name, pattern if "/" in pattern else f"{pattern}/*") for pattern in patterns
-        )
+        return not patterns or any(fnmatch(name, pattern if "/" in pattern else f"{pattern}/*") for pattern in patterns)
 
     def candidates(self) -> Iterator[tuple[str, str]]:
         """Arm and launch of everything that is compared here."""
@@ -238,11 +242,14 @@ class Unit:
 
 
 def units(plan: Plan, patterns: list[str] | None = None) -> Iterator[Unit]:
-    """All units in the order in which they are measured."""
-    for stage in plan.stages:
-        for process in range(stage.processes):
-            for workload in stage.each_workload():
-                for code_path in stage.arms:
+    """All units in the order in which they are measured: by group, process, stage, workload, code path."""
+    for group in sorted({stage.group for stage in plan.stages}):
+        stages = [stage for stage in plan.stages if stage.group == group]
+        for process in range(max(stage.processes for stage in stages)):
+            for stage in stages:
+                if process >= stage.processes:
+                    continue
+                for workload, code_path in itertools.product(stage.each_workload(), stage.arms):
                     unit = Unit(stage, workload, code_path, process)
                     if unit.matches(patterns or []):
                         yield unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -244,8 +245,7 @@ class _Nvml:
     def __init__(self) -> None:
         self._library: Any = None
         try:
-            import pynvml
-
+            pynvml: Any = importlib.import_module("pynvml")
             pynvml.nvmlInit()
             self._handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
             self._library = pynvml

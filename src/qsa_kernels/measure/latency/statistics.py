@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-CELL_KEYS = ["workload", "code_path", "cache_state"]
 VERDICTS = ("faster", "slower", "same", "undecided", "not measurable")
 COPY_ARM = "A/A"
 FULL_PROCESSES, FULL_BLOCKS = 5, 20
@@ -41,7 +40,7 @@ class CellSamples:
     """The complete blocks of one cell.
 
     Args:
-        key: workload, code path and cache state.
+        key: values of the columns that name the cell.
         instances: the last axis of the arrays.
         log_time: [processes, blocks, instances], natural logarithm of microseconds a call; NaN where an arm is missing.
         position: [processes, blocks, instances], place of the arm in its block.
@@ -50,7 +49,7 @@ class CellSamples:
         elapsed_us: [instances], median length of a whole sample.
     """
 
-    key: tuple[str, str, str]
+    key: tuple[str, ...]
     instances: tuple[Instance, ...]
     log_time: np.ndarray
     position: np.ndarray
@@ -111,15 +110,16 @@ def percent(log_ratio: float) -> float:
     return 100.0 * math.expm1(log_ratio)
 
 
-def cells(samples: pd.DataFrame) -> list[CellSamples]:
+def cells(samples: pd.DataFrame, keys: Sequence[str]) -> list[CellSamples]:
     """Samples as arrays, one entry a cell; every process of a cell is cut to the same number of blocks.
 
     Args:
         samples: the columns of `latency_samples`; only rows with status "passed" are used.
+        keys: columns that name a cell.
     """
     found = []
     passed = samples[samples["status"] == "passed"]
-    for key, group in passed.groupby(CELL_KEYS, sort=True):
+    for key, group in passed.groupby(list(keys), sort=True):
         pairs = sorted(set(zip(group["arm"], group["launch"], strict=True)))
         instances = tuple(Instance(arm, launch) for arm, launch in pairs)
         names = pd.MultiIndex.from_tuples(pairs)
@@ -130,9 +130,10 @@ def cells(samples: pd.DataFrame) -> list[CellSamples]:
             part = group[group["process"] == process]
             kept = sorted(part["block"].unique())[:blocks]
             part = part[part["block"].isin(kept)]
-            index = {"index": "block", "columns": ["arm", "launch"]}
-            times.append(part.pivot(values="time_us", **index).reindex(columns=names).to_numpy(float))
-            places.append(part.pivot(values="position", **index).reindex(columns=names).to_numpy(float))
+            wide = part.set_index(["block", "arm", "launch"])[["time_us", "position"]]
+            full = wide.reindex(pd.MultiIndex.from_tuples([(block, *pair) for block in kept for pair in pairs]))
+            times.append(full["time_us"].to_numpy(float).reshape(len(kept), len(pairs)))
+            places.append(full["position"].to_numpy(float).reshape(len(kept), len(pairs)))
             mirrors.append(_mirrors(part.groupby("block")["pair"].first().loc[kept].to_numpy()))
         per_instance = group.groupby(["arm", "launch"])
         known = group[group["throttled"] != "not available"]
@@ -141,7 +142,7 @@ def cells(samples: pd.DataFrame) -> list[CellSamples]:
             logs = np.log(np.stack(times))
         found.append(
             CellSamples(
-                key=key,
+                key=tuple(str(part) for part in key),
                 instances=instances,
                 log_time=np.where(np.isfinite(logs), logs, np.nan),
                 position=np.stack(places),
@@ -237,7 +238,7 @@ def contrast(
 
 
 def drift(cell: CellSamples, column: int, *, alpha: float = 1e-3) -> float:
-    """Change of an arm's own time from the first to the second half of its blocks, as a log ratio; 0 if not established.
+    """Change of an arm's own time from the first to the second half of its blocks, as a log ratio; 0 if not clear.
 
     Interleaving keeps a drift out of the ratios; it is reported because it says that the device was not steady.
     """
@@ -289,7 +290,8 @@ def judge(
         against.append(f"{100 * throttled_share:.0f} % of samples at reduced clocks")
     if implied_gb_per_s > copy_gb_per_s:
         against.append(
-            f"implied bandwidth {implied_gb_per_s:.0f} GB/s is above the measured copy bandwidth {copy_gb_per_s:.0f} GB/s"
+            f"implied bandwidth of {implied_gb_per_s:.0f} GB/s is above the measured copy bandwidth of "
+            f"{copy_gb_per_s:.0f} GB/s"
         )
     if against:
         return Judgement("not measurable", tuple(against))

@@ -1,0 +1,5 @@
+"""Worker process of a recorded run."""
+
+from qsa_kernels.measure.latency.recorder import main
+
+main()

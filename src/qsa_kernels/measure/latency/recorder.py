@@ -1,0 +1,198 @@
+"""Drives a recorded run: fresh processes, in order of importance, resumable, within a time budget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qsa_kernels.attention import check_device
+from qsa_kernels.measure import environment
+from qsa_kernels.measure.latency import plan as plans
+from qsa_kernels.measure.latency import protocol, session
+from qsa_kernels.measure.latency.plan import Plan
+
+PLAN_FILE, FACTS_FILE = "plan.json", "facts.json"
+# A worker needs this long before its first unit: imports, context, ceiling.
+_START_S = 12.0
+
+
+def open_run(run: Path, plan: Plan, provenance: dict[str, Any]) -> None:
+    """Create the folder of an unfinished run, or check that an existing one belongs to this plan, code and device.
+
+    Args:
+        run: the folder.
+        plan: what is measured.
+        provenance: run id, commit, package hash and so on, as the report puts them into the manifest.
+
+    Raises:
+        ValueError: the folder holds a run of another plan, another state of the package or another device.
+        RuntimeError: nothing can be measured here.
+    """
+    protocol.require_measurable()
+    facts = environment.describe()
+    name = facts["device"]["name"]
+    if plan.device_name not in name:
+        raise ValueError(f"device: the profile measures a device named {plan.device_name!r}; this machine has {name!r}")
+    check_device(torch.cuda.get_device_capability(), torch.float16)
+    if (run / PLAN_FILE).is_file():
+        stored = json.loads((run / FACTS_FILE).read_text())
+        same = (
+            ("plan", json.loads((run / PLAN_FILE).read_text()), plans.to_mapping(plan)),
+            ("package_sha256", stored["provenance"]["package_sha256"], provenance["package_sha256"]),
+            ("device", stored["device"]["name"], name),
+        )
+        for what, before, now in same:
+            if before != now:
+                raise ValueError(f"{run}: this unfinished run was begun with another {what}; start a new one")
+        stored["visits"].append(facts["device"])
+        _write(run / FACTS_FILE, stored)
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    _write(run / PLAN_FILE, plans.to_mapping(plan))
+    _write(run / FACTS_FILE, {**facts, "provenance": provenance, "visits": [facts["device"]]})
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(record, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def stored_plan(run: Path) -> Plan:
+    return plans.from_mapping(json.loads((run / PLAN_FILE).read_text(encoding="utf-8")))
+
+
+def open_searches(run: Path, plan: Plan) -> list[tuple[plans.Workload, str]]:
+    """Searches that have no result yet."""
+    return [entry for entry in session.searches(plan) if not (run / "search" / session.search_name(*entry)).is_file()]
+
+
+def open_units(run: Path, plan: Plan, patterns: Sequence[str] = ()) -> list[plans.Unit]:
+    """Units that have no result yet, in the order in which they are measured."""
+    return [unit for unit in plans.units(plan, list(patterns)) if not (run / unit.path).is_file()]
+
+
+def is_complete(run: Path) -> bool:
+    plan = stored_plan(run)
+    return not open_units(run, plan) and not open_searches(run, plan)
+
+
+def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = None) -> int:
+    """Go on with a run until it is complete or the budget is spent; what is finished stays.
+
+    Args:
+        run: folder that `open_run` prepared.
+        patterns: measure only units that match, see `plan.Unit.matches`.
+        budget_s: seconds; None = no limit.
+
+    Returns:
+        number of units that are still open.
+
+    Raises:
+        RuntimeError: a worker process failed.
+    """
+    deadline = time.time() + budget_s if budget_s is not None else None
+    plan = stored_plan(run)
+    cache = environment.writable_cache(run / "cache")
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+
+    def out_of_time() -> bool:
+        return deadline is not None and time.time() + _START_S > deadline
+
+    def worker(*arguments: str) -> subprocess.Popen[bytes]:
+        limit = ["--deadline", repr(deadline)] if deadline is not None else []
+        command = [sys.executable, "-m", "qsa_kernels.measure.latency", str(run), *arguments, *limit]
+        return subprocess.Popen(command, env=environ)
+
+    def finish(process: subprocess.Popen[bytes], what: str) -> None:
+        if process.wait() != 0:
+            raise RuntimeError(f"{what}: the worker process ended with {process.returncode}; finished units are kept")
+
+    def compile_all(step: str) -> None:
+        # The mark lies in the cache: another machine starts with an empty one.
+        mark = cache / f"compiled-for-{step}"
+        if mark.is_file() or out_of_time():
+            return
+        begin = time.monotonic()
+        shards = [worker("compile", "--shard", str(shard)) for shard in range(plan.compilers)]
+        for shard, process in enumerate(shards):
+            finish(process, f"compile {shard}")
+        mark.touch()
+        _say(f"compiled for {step} in {time.monotonic() - begin:.0f} s")
+
+    if open_searches(run, plan):
+        compile_all("search")
+        if not out_of_time():
+            finish(worker("search"), "search")
+    if open_searches(run, plan):
+        return len(open_units(run, plan, patterns))
+    compile_all("measurement")
+    todo = open_units(run, plan, patterns)
+    for group, number in dict.fromkeys((unit.stage.group, unit.process) for unit in todo):
+        if out_of_time():
+            break
+        arguments = ["--group", str(group), "--process", str(number)]
+        for pattern in patterns:
+            arguments += ["--cells", pattern]
+        finish(worker("measure", *arguments), f"group {group}, process {number}")
+    return len(open_units(run, plan, patterns))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _has_time(deadline: float | None, longest: float) -> bool:
+    return deadline is None or time.time() + longest < deadline
+
+
+def _work(options: argparse.Namespace) -> None:
+    protocol.require_measurable()
+    run: Path = options.run
+    plan = stored_plan(run)
+    if options.task == "compile":
+        session.compile_shard(plan, run, options.shard)
+        return
+    longest = 0.0
+    worker = session.Session(plan, run, session.Machine.present())
+    if options.task == "search":
+        for workload, code_path in open_searches(run, plan):
+            if not _has_time(options.deadline, longest):
+                return
+            result = worker.search(workload, code_path)
+            session.write_json(run / "search" / session.search_name(workload, code_path), result)
+            longest = max(longest, result["seconds"])
+            _say(f"search {workload.name} {code_path}: {result['seconds']:.1f} s")
+        return
+    for unit in open_units(run, plan, options.cells):
+        if unit.stage.group != options.group or unit.process != options.process:
+            continue
+        if not _has_time(options.deadline, longest):
+            return
+        result = worker.measure(unit)
+        session.write_json(run / unit.path, result)
+        longest = max(longest, result["seconds"])
+        red = sum(row["status"] == "failed" for row in result["gates"])
+        _say(f"{unit.path}: {result['seconds']:.1f} s" + (f", {red} arms failed" if red else ""))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the worker processes."""
+    parser = argparse.ArgumentParser(prog="python -m qsa_kernels.measure.latency", description=main.__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("task", choices=("compile", "search", "measure"))
+    parser.add_argument("--group", type=int, default=0)
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--shard", type=int, default=0)
+    parser.add_argument("--cells", action="append", default=[])
+    parser.add_argument("--deadline", type=float, default=None)
+    _work(parser.parse_args(arguments))
