@@ -67,11 +67,13 @@ class Profile(_Strict):
         device: what kernels run on; "auto" is the GPU where there is one.
         timeout_s: limit for one cell, in seconds.
         chapters: plan of each chapter, by name of its template.
+        latency: what `qsa record` measures; `recording.plan_of` checks it.
     """
 
     device: Device
     timeout_s: Annotated[int, Field(gt=0)] = 900
     chapters: dict[str, ChapterPlan]
+    latency: dict[str, Any] = {}
 
 
 def _as_parameter(origin: Origin) -> str:

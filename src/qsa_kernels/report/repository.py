@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import qsa_kernels
 
@@ -67,6 +68,11 @@ def is_dirty() -> bool | str:
     """Whether tracked or new files differ from the commit, or "not available" outside of git."""
     changes = _git("status", "--porcelain")
     return NOT_AVAILABLE if changes is None else bool(changes)
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, dirty flag and package hash, under the names that manifests give them."""
+    return {"commit": commit(), "dirty": is_dirty(), "package_sha256": package_sha256()}
 
 
 def describe_commit(commit: str, dirty: bool | str) -> str:
