@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -66,7 +66,7 @@ class Manifest(BaseModel):
     commit: Annotated[str, Field(min_length=1)]
     dirty: bool | Annotated[str, Field(min_length=1)]
     package_sha256: _Sha256
-    inputs: dict[str, _Sha256]
+    inputs: dict[str, _Sha256 | Literal["missing"]]
     started: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
     wall_time_s: Annotated[float, Field(ge=0)]
     seed: int | Annotated[str, Field(min_length=1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -13,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -98,6 +97,12 @@ def input_hashes(template: Path, recorded: Sequence[str] = ()) -> dict[str, str]
         path = Run.load(run_id).folder / "manifest.json"
         hashes[_relative(path)] = repository.sha256(path)
     return hashes
+
+
+def _page_hashes(pages: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of published pages, by path relative to the checkout; "missing" where there is none."""
+    root = repository.root()
+    return {page: repository.sha256(root / page) if (root / page).is_file() else "missing" for page in sorted(pages)}
 
 
 def _relative(path: Path) -> str:
@@ -274,6 +279,7 @@ def store(
     started: str,
     wall_time_s: float,
     seed: int | str = repository.NOT_AVAILABLE,
+    provenance: Mapping[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Run:
     """Store measured tables as a recorded run, in one step.
@@ -289,6 +295,7 @@ def store(
         started: UTC, ISO 8601 to the second, as `now()` gives it.
         wall_time_s: seconds from start to end.
         seed: of the random numbers.
+        provenance: `commit`, `dirty` and `package_sha256` of what measured, where that is not the present checkout.
         folder: parent of the run folder; default: data/runs.
 
     Raises:
@@ -298,6 +305,7 @@ def store(
     from qsa_kernels.report import tables
 
     target = (folder or recorded_folder()) / run_id
+    sources = provenance or repository.provenance()
     with staged(target) as partial:
         stored = {}
         for name, frame in frames.items():
@@ -308,9 +316,9 @@ def store(
             chapter=chapter,
             profile=profile,
             parameters=dict(parameters),
-            commit=repository.commit(),
-            dirty=repository.is_dirty(),
-            package_sha256=repository.package_sha256(),
+            commit=sources["commit"],
+            dirty=sources["dirty"],
+            package_sha256=sources["package_sha256"],
             inputs={},
             started=started,
             wall_time_s=wall_time_s,
@@ -477,7 +485,7 @@ def _finish(job: Job, context: RunContext, partial: Path, output: Path, wall_tim
         commit=context.commit,
         dirty=context.dirty,
         package_sha256=context.package_sha256,
-        inputs=job.inputs,
+        inputs=job.inputs | _page_hashes(f"book/results/{name}.ipynb" for name in job.after),
         started=context.date,
         wall_time_s=wall_time_s,
         seed=job.parameters.get("seed", repository.NOT_AVAILABLE),
@@ -517,14 +525,13 @@ def publish(run: Run, target: Path | None = None) -> Path:
     return page
 
 
-@functools.cache
-def stale_inputs(run_id: str) -> list[str]:
+def stale_inputs(run: Run) -> list[str]:
     """Names of the inputs that have changed since a run."""
-    run = Run.load(run_id)
     root = repository.root()
     recorded = [Path(name).parent.name for name in run.manifest.inputs if name.endswith("/manifest.json")]
-    template = next(name for name in run.manifest.inputs if name.endswith(".ipynb"))
+    read = {name for name in run.manifest.inputs if name.startswith("book/results/")}
+    template = next(name for name in run.manifest.inputs if name.endswith(".ipynb") and name not in read)
     if not (root / template).is_file():
         return [template]
-    current = input_hashes(root / template, recorded)
+    current = input_hashes(root / template, recorded) | _page_hashes(read)
     return sorted(name for name in current if current[name] != run.manifest.inputs.get(name))

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from qsa_kernels.report.cli import run
+from qsa_kernels.report.cli import book, capacity, doctor, report, run
 
 app = typer.Typer(
     name="qsa",
@@ -28,6 +28,10 @@ def _prepare() -> None:
 
 app.command("run")(run.run)
 app.command("job", hidden=True)(run.job)
+app.command("report")(report.report)
+app.command("book")(book.book)
+app.command("doctor")(doctor.doctor)
+app.add_typer(capacity.app, name="capacity")
 
 
 def main() -> None:

@@ -1,0 +1,228 @@
+"""Build the book from published pages, and refuse anything stale, failed or unreadable without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from bs4 import BeautifulSoup
+
+from qsa_kernels.report import repository, runs
+
+RESULTS = "book/results"
+# the package has no __main__, and the script beside this Python may be missing or another one
+_JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
+_STRICT = ("-W", "-n", "--keep-going", "-q")
+# Links that say something about a page without making the browser fetch anything.
+_QUIET_RELATIONS = {"canonical", "license", "author", "next", "prev", "search", "index", "help"}
+
+
+class BookError(RuntimeError):
+    """The book cannot be built or must not be published; the message lists every reason."""
+
+
+def check_version() -> None:
+    """Refuse a Jupyter Book that cannot build this book.
+
+    Raises:
+        BookError: not version 1.
+    """
+    version = metadata.version("jupyter-book")
+    if version.split(".")[0] != "1":
+        raise BookError(f"jupyter-book: expected version 1, which _config.yml and _toc.yml are for; got {version}")
+
+
+def pages() -> list[str]:
+    """All pages of the table of contents, without suffix, in order.
+
+    Raises:
+        BookError: no _toc.yml, or one without pages.
+    """
+    path = repository.root() / "_toc.yml"
+    if not path.is_file():
+        raise BookError(f"no _toc.yml in {repository.root()}")
+    found = list(_entries(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    if not found:
+        raise BookError("_toc.yml lists no pages")
+    return found
+
+
+def _entries(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("file", "root"):
+                yield str(value)
+            else:
+                yield from _entries(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _entries(value)
+
+
+def chapters() -> list[str]:
+    """Names of the chapters that the table of contents lists."""
+    return [page.removeprefix(f"{RESULTS}/") for page in pages() if page.startswith(f"{RESULTS}/")]
+
+
+def check_pages() -> dict[str, runs.Run]:
+    """The run behind each results page, by chapter.
+
+    Raises:
+        BookError: lists every page that is missing, made by no stored run, made from other sources than the present
+            ones, holds a failed cell, or has a figure without caption, name or alt text.
+    """
+    root = repository.root()
+    problems: list[str] = []
+    found: dict[str, runs.Run] = {}
+    for page in pages():
+        if not page.startswith(f"{RESULTS}/"):
+            if not any((root / f"{page}{suffix}").is_file() for suffix in (".md", ".ipynb", ".rst")):
+                problems.append(f"{page}: listed in _toc.yml, but there is no such page")
+            continue
+        path = root / f"{page}.ipynb"
+        name = path.stem
+        try:
+            run = runs.published(name)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+            continue
+        found[name] = run
+        if changed := runs.stale_inputs(run):
+            problems.append(f"{page}: stale, made before a change of {', '.join(changed)}; run 'qsa run {name}'")
+        problems += [f"{page}: {problem}" for problem in _cell_problems(path)]
+    if problems:
+        raise BookError("; ".join(problems))
+    return found
+
+
+def _cell_problems(path: Path) -> Iterator[str]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for number, cell in enumerate(cells, start=1):
+        outputs = cell.get("outputs", [])
+        for output in outputs:
+            if output["output_type"] == "error":
+                yield f"cell {number} failed with {output['ename']}"
+        if any("image/svg+xml" in output.get("data", {}) for output in outputs):
+            settings = cell["metadata"].get("mystnb", {})
+            given = {**settings.get("figure", {}), **settings.get("image", {})}
+            missing = [key for key in ("caption", "name", "alt") if not given.get(key)]
+            if missing:
+                yield f"cell {number} shows a figure whose metadata lack {', '.join(missing)}"
+
+
+def build() -> Path:
+    """Build the book and return its index.html; the published book is replaced only by a complete one.
+
+    Raises:
+        BookError: the wrong Jupyter Book, a page that must not be published, a warning of the build (a missing glue
+            key is one), or HTML that is empty, old or loads something from another host.
+    """
+    check_version()
+    sources = check_pages()
+    root = repository.root()
+    target = root / "_build"
+    target.mkdir(exist_ok=True)
+    begin = time.time()
+    with tempfile.TemporaryDirectory(dir=target, prefix=".book-") as folder:
+        answer = subprocess.run(
+            [sys.executable, "-c", _JUPYTER_BOOK, "build", str(root), "--path-output", folder, *_STRICT],
+            cwd=root,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        html = Path(folder) / "_build/html"
+        if answer.returncode:
+            raise BookError(f"the build failed:\n{_complaints(answer.stdout + answer.stderr)}")
+        for name, run in sources.items():
+            _copy_tables(run, html / RESULTS / name)
+        check_html(html, sources, begin)
+        _swap(html, target / "html")
+    return target / "html/index.html"
+
+
+def _complaints(log: str) -> str:
+    lines = [line for line in log.splitlines() if any(word in line for word in ("WARNING", "ERROR", "rror:"))]
+    return "\n".join(lines or log.splitlines()[-20:])
+
+
+def _copy_tables(run: runs.Run, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for stored in run.manifest.tables.values():
+        shutil.copyfile(run.folder / stored.file, folder / Path(stored.file).name)
+    shutil.copyfile(run.folder / "manifest.json", folder / "manifest.json")
+
+
+def check_html(html: Path, sources: dict[str, runs.Run], begin: float) -> None:
+    """Check what was built.
+
+    Args:
+        html: folder of the built pages.
+        sources: run behind each results page.
+        begin: when the build began, seconds since the epoch.
+
+    Raises:
+        BookError: lists every problem.
+    """
+    problems = []
+    index = html / "index.html"
+    if not index.is_file() or index.stat().st_size == 0:
+        problems.append("index.html is missing or empty")
+    elif index.stat().st_mtime < begin - 2:
+        problems.append("index.html is older than this build")
+    for page in pages():
+        path = html / f"{page}.html"
+        if not path.is_file() or path.stat().st_size == 0:
+            problems.append(f"{page}.html is missing or empty")
+    for name, run in sources.items():
+        path = html / RESULTS / f"{name}.html"
+        if path.is_file() and run.manifest.run_id not in path.read_text(encoding="utf-8"):
+            problems.append(f"{name}.html does not name its run {run.manifest.run_id}")
+    problems += [f"{page.relative_to(html)} loads {address}" for page, address in external_loads(html)]
+    if problems:
+        raise BookError("; ".join(problems))
+
+
+def external_loads(html: Path) -> list[tuple[Path, str]]:
+    """Everything that a browser would fetch from another host when it opens the pages.
+
+    Args:
+        html: folder of built pages.
+    """
+    found = []
+    for page in sorted(html.rglob("*.html")):
+        soup = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser")
+        for tag in soup.find_all(["script", "img", "iframe", "source", "video", "audio", "embed", "object", "link"]):
+            address = str(tag.get("src") or tag.get("href") or tag.get("data") or "")
+            relations = set(tag.get("rel") or ())
+            if tag.name == "link" and relations and relations <= _QUIET_RELATIONS:
+                continue
+            if address.startswith(("http:", "https:", "//")):
+                found.append((page, address))
+    for sheet in sorted(html.rglob("*.css")):
+        text = sheet.read_text(encoding="utf-8", errors="replace")
+        for marker in ("url(http", "url('http", 'url("http', "url(//", "@import 'http", '@import "http'):
+            if marker in text:
+                found.append((sheet, marker))
+    return found
+
+
+def _swap(new: Path, published: Path) -> None:
+    """Put a folder where another one may be; both renames are instant, and a kill between them leaves no half book."""
+    old = published.with_name(".html-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if published.exists():
+        published.rename(old)
+    new.rename(published)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,18 @@
+"""`qsa report`: all chapters, then the book."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+
+def report(
+    profile: Annotated[str, typer.Option(help="Name of a profile, or path of a YAML file.")] = "cpu",
+    cores: Annotated[int, typer.Option(min=1, help="How many chapters at once.")] = len(os.sched_getaffinity(0)),
+) -> None:
+    """Run what has changed of all chapters, then build the book."""
+    from qsa_kernels.report import workflow
+
+    typer.echo(f"the report is {workflow.report(profile, cores)}")

@@ -1,0 +1,155 @@
+"""Plan a report or a batch, and let Snakemake run what is not done yet."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qsa_kernels.report import book, profiles, repository, runs
+
+# What the book is made of besides the results pages.
+_BOOK_SOURCES = ("_config.yml", "_toc.yml", "book/**/*.md", "book/references.bib", "book/_static/**/*")
+
+
+class WorkflowError(RuntimeError):
+    """Some of the jobs failed; their own messages were printed."""
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Hold the checkout for one report or batch; the system lets go of it even when the process is killed.
+
+    Raises:
+        WorkflowError: another process holds it.
+    """
+    folder = repository.root() / "_build"
+    folder.mkdir(exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkflowError("another report or batch is running in this checkout") from None
+        yield
+
+
+def plan_report(profile: str) -> list[runs.Job]:
+    """The jobs of all chapters that the table of contents lists.
+
+    Args:
+        profile: name or path of the profile.
+
+    Raises:
+        ValueError: a chapter that the profile does not have, a circle in what chapters wait for, or anything that
+            `runs.plan` refuses.
+    """
+    chosen = profiles.load(profile)
+    listed = book.chapters()
+    if missing := [name for name in listed if name not in chosen.chapters]:
+        raise ValueError(f"profile {profile}: no plan for chapter {', '.join(missing)}, which _toc.yml lists")
+    jobs = [runs.plan(name, profile) for name in listed]
+    for job in jobs:
+        if unknown := [name for name in job.after if name not in listed]:
+            raise ValueError(
+                f"profile {profile}: {job.name} waits for {', '.join(unknown)}, which _toc.yml does not list"
+            )
+    return jobs
+
+
+def prepare(jobs: Iterable[runs.Job], folder: Path, pages: Path, names: Iterable[str] | None = None) -> None:
+    """Write the job files, and remove pages that other jobs have made.
+
+    Args:
+        jobs: one for each page.
+        folder: where the job files go; what else lies there is removed.
+        pages: where the pages go.
+        names: file names of the pages without suffix; default: the chapters' names.
+    """
+    jobs = list(jobs)
+    wanted = dict(zip(names or [job.name for job in jobs], jobs, strict=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("*.json"):
+        if file.stem not in wanted:
+            file.unlink()
+    for name, job in wanted.items():
+        file = folder / f"{name}.json"
+        if not file.is_file() or file.read_text(encoding="utf-8") != job.text():
+            file.write_text(job.text(), encoding="utf-8")
+        page = pages / f"{name}.ipynb"
+        if page.is_file() and not is_current(page, job):
+            page.unlink()
+
+
+def is_current(page: Path, job: runs.Job) -> bool:
+    """Whether a page was made by this job, and its run is stored and untouched."""
+    try:
+        made_by = json.loads(page.read_text(encoding="utf-8"))["metadata"]["qsa"]["job"]
+        runs.run_of_page(page)
+    except (OSError, ValueError, KeyError):
+        return False
+    return bool(made_by == job.digest)
+
+
+def prepare_book() -> None:
+    """Note the state of everything that the book is made of besides the results pages."""
+    root = repository.root()
+    files = {path for pattern in _BOOK_SOURCES for path in root.glob(pattern) if path.is_file()}
+    state = {path.relative_to(root).as_posix(): repository.sha256(path) for path in sorted(files)}
+    state["package"] = repository.package_sha256()
+    text = json.dumps(state, indent=2, sort_keys=True) + "\n"
+    note = root / "_build/book-sources.json"
+    note.parent.mkdir(exist_ok=True)
+    if not note.is_file() or note.read_text(encoding="utf-8") != text:
+        note.write_text(text, encoding="utf-8")
+
+
+def snakemake(jobs: Path, pages: Path, *, with_book: bool, cores: int, profile: str = "local") -> None:
+    """Run what is not done yet.
+
+    Args:
+        jobs: folder of the job files.
+        pages: folder of the pages.
+        with_book: build the book from them.
+        cores: how many jobs at once.
+        profile: a folder of workflow/profiles, which says where jobs run.
+
+    Raises:
+        WorkflowError: a job failed; the others were run.
+    """
+    # Snakemake is part of the package's environment, the workflow a part of the checkout.
+    workflow = Path(__file__).resolve().parents[3] / "workflow"
+    options: dict[str, list[object]] = {
+        "--snakefile": [workflow / "Snakefile"],
+        "--workflow-profile": [workflow / "profiles" / profile],
+        "--cores": [cores],
+        "--config": [f"jobs={jobs}", f"pages={pages}", *(["book=true"] if with_book else [])],
+    }
+    answer = subprocess.run(
+        [sys.executable, "-m", "snakemake", *(str(word) for name in options for word in (name, *options[name]))],
+        cwd=repository.root(),
+        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        stdin=subprocess.DEVNULL,
+    )
+    if answer.returncode:
+        raise WorkflowError("not everything ran to its end; the messages above say what failed")
+
+
+def report(profile: str, cores: int) -> Path:
+    """Run all chapters of the book under a profile, then build it; returns its index.html.
+
+    Raises:
+        ValueError: anything in the profile or the templates that cannot be; nothing has run then.
+        WorkflowError: a chapter or the book failed; other chapters were run, and nothing partial was published.
+    """
+    root = repository.root()
+    with exclusive():
+        jobs = plan_report(profile)
+        prepare(jobs, root / "_build/jobs", root / book.RESULTS)
+        prepare_book()
+        snakemake(Path("_build/jobs"), Path(book.RESULTS), with_book=True, cores=cores)
+    return root / "_build/html/index.html"
