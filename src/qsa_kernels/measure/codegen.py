@@ -33,6 +33,8 @@ from qsa_kernels.measure.source_parts import PARTS, Frame, part_of
 
 ARCHITECTURES: dict[str, int] = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_90": 90}
 NATIVE_FROM = 89
+SCALE_PLACEMENTS = ("hoisted", "in_loop")
+DECODERS = ("exp2", "bitcast", "packed", "native")
 WARP = 32
 LOCATION = re.compile(r"^\s*\.loc\s+\d+\s+\d+\s+\d+.*?(?://\s*(?P<chain>.*))?$")
 FRAME = re.compile(r"(?P<file>[^\s:@\[\]]+):(?P<line>\d+):(?P<column>\d+)")
@@ -54,7 +56,7 @@ class KernelRequest:
         dtype (str): "float16" or "bfloat16".
         assembled_for (str): architecture to assemble the PTX for; empty = `arch`. The sm_70 code path on a newer GPU is
             `arch="sm_70", assembled_for="sm_90"`.
-        constants (tuple): pairs (name, value) that replace constants of the kernel.
+        options (tuple): pairs (name, value) that replace fields of the arm, such as ("decoder", "exp2").
 
     Raises:
         ValueError: an unknown arm or architecture; the message has the known names.
@@ -74,7 +76,7 @@ class KernelRequest:
     page_size: int = 16
     dtype: str = "float16"
     assembled_for: str = ""
-    constants: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:
@@ -293,9 +295,13 @@ def compile_kernels(
         else:
             missing.append(request)
     if missing:
+        assembled: dict[tuple[str, str], dict[str, Any]] = {}
         for request, answer in zip(missing, _run_worker(missing, folder, cached), strict=True):
             if "error" not in answer:
-                answer = _assemble(answer, request)
+                same = (answer["ptx"], request.assembled_for)
+                if same not in assembled:
+                    assembled[same] = _assemble(answer, request)
+                answer = assembled[same]
                 _store(folder / f"{_cache_key(request)}.json", answer)
             stored[request] = answer
             progress(request.arm)
@@ -330,12 +336,8 @@ def kernel_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
             }
         )
     table = pd.DataFrame(rows)
-    numbers = [
-        name
-        for name in table
-        if name.endswith(("instructions", "bytes", "iteration", "element")) or name == "registers"
-    ]
-    return table.astype(dict.fromkeys(numbers, float))
+    texts = {*LABELS, "ptx_sha256", "code_sha256", "status", "reason"}
+    return table.astype({name: float for name in table if name not in texts})
 
 
 def class_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
@@ -407,6 +409,31 @@ def shared_access_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
             )
     columns = [*LABELS, "class", "accesses", "accesses_unknown", "wavefronts", "wavefronts_without_conflicts"]
     return _with_status(pd.DataFrame(rows, columns=columns))
+
+
+def fp16_code_hashes(arch: str = "sm_70", contraction: str = "dot") -> dict[tuple[str, str], str]:
+    """Hash of the unquantised arm's machine code for every choice of scale placement and decoder.
+
+    Args:
+        arch (str): name in `ARCHITECTURES`.
+        contraction (str): "dot" or "vector".
+
+    Raises:
+        RuntimeError: one of them does not compile.
+    """
+    if contraction == "dot":
+        launch = KernelRequest("fp16", arch)
+    else:
+        launch = KernelRequest(f"fp16+{contraction}", arch, block_n=8, num_warps=1)
+    choices = [(placement, decoder) for placement in SCALE_PLACEMENTS for decoder in DECODERS]
+    kernels = compile_kernels(
+        dataclasses.replace(launch, options=(("scale_placement", placement), ("decoder", decoder)))
+        for placement, decoder in choices
+    )
+    for kernel in kernels:
+        if kernel.status != "passed":
+            raise RuntimeError(f"{launch.arm} on {arch} with {dict(kernel.request.options)}: {kernel.reason}")
+    return {choice: kernel.code_sha256 for choice, kernel in zip(choices, kernels, strict=True)}
 
 
 LABELS = ("arch", "assembled_for", "arm", "profile", "block_n", "num_warps", "num_stages")
@@ -544,7 +571,7 @@ def _compile(request: KernelRequest) -> dict[str, Any]:
     from qsa_kernels.launch import LaunchConfig
 
     spec = kernel_spec(
-        ARMS[request.arm],
+        dataclasses.replace(ARMS[request.arm], **dict(request.options)),
         LaunchConfig(
             block_n=request.block_n,
             num_splits=request.num_splits,
@@ -558,14 +585,8 @@ def _compile(request: KernelRequest) -> dict[str, Any]:
         page_size=request.page_size,
         dtype=getattr(torch, request.dtype),
     )
-    constants = {**spec.constants, **dict(request.constants)}
-    unknown = set(constants) - set(spec.constants)
-    if unknown:
-        raise ValueError(
-            f"constants: expected some of {', '.join(sorted(spec.constants))}; got {', '.join(sorted(unknown))}"
-        )
     compiled = triton.compile(
-        ASTSource(spec.function, spec.signature, constants, spec.attributes),
+        ASTSource(spec.function, spec.signature, spec.constants, spec.attributes),
         target=GPUTarget("cuda", ARCHITECTURES[request.arch], WARP),
         options={"num_warps": spec.num_warps, "num_stages": spec.num_stages},
     )
@@ -576,7 +597,7 @@ def _compile(request: KernelRequest) -> dict[str, Any]:
 def _worker() -> None:
     answers = []
     for fields in json.load(sys.stdin):
-        fields["constants"] = tuple(tuple(pair) for pair in fields["constants"])
+        fields["options"] = tuple(tuple(pair) for pair in fields["options"])
         try:
             answers.append(_compile(KernelRequest(**fields)))
         except Exception as error:
