@@ -39,6 +39,17 @@ class CapacityParameters(ChapterParameters):
         return self
 
 
+class CodegenParameters(ChapterParameters):
+    """The geometry whose kernels are compiled, and the workload whose bound is computed."""
+
+    q_heads: Annotated[int, Field(ge=1)]
+    kv_heads: Annotated[int, Field(ge=1)]
+    head_dim: Annotated[int, Field(ge=16)]
+    topk: Annotated[int, Field(ge=1)]
+    page_size: Annotated[int, Field(ge=1)]
+    rows: Annotated[int, Field(ge=1)]
+
+
 class EnvironmentParameters(ChapterParameters):
     """The page of versions, runs and checksums has nothing to choose."""
 
@@ -50,10 +61,24 @@ class ExampleParameters(ChapterParameters):
     label: str
 
 
+class LatencyParameters(ChapterParameters):
+    """Which recorded run is drawn, or what is measured live.
+
+    "recorded:newest" is the newest run under data/runs that holds latency tables.
+    """
+
+    source: Source
+    profile: str
+    cells: list[str]
+    budget_s: Annotated[int, Field(ge=1)]
+
+
 PARAMETERS: dict[str, type[ChapterParameters]] = {
     "capacity": CapacityParameters,
+    "codegen": CodegenParameters,
     "environment": EnvironmentParameters,
     "example": ExampleParameters,
+    "latency": LatencyParameters,
 }
 
 

@@ -70,6 +70,35 @@ _PUBLISHED_SETUP = {
     "setup_kind": label("reported", "inferred", "incomplete", "outside"),
 }
 
+_LATENCY_UNIT = {"stage": label(), "workload": label(), "code_path": label("device", "sm_70")}
+_LATENCY_CELL = {**_LATENCY_UNIT, "cache_state": label("cold", "hot")}
+_ARM = {"arm": label(), "launch": label()}
+_LAUNCH = {name: number() for name in ("block_n", "num_splits", "num_warps", "num_stages", "partition_tokens")}
+_RATIO = {
+    **{name: number() for name in ("log_ratio", "log_ratio_low", "log_ratio_high")},
+    **{name: number() for name in ("ratio", "ratio_low", "ratio_high", "floor_log_ratio")},
+    "verdict": label("faster", "slower", "same", "undecided", "not measurable"),
+    "verdict_reason": label(),
+}
+_PAIR = {
+    "baseline_arm": label(),
+    "baseline_launch": label(),
+    **_RATIO,
+    "baseline_partition_tokens": number(),
+    "same_partition": label("yes", "no", "not applicable"),
+    "order_percent": number(),
+}
+
+_KERNEL = {
+    **{name: label() for name in ("arch", "assembled_for", "arm", "profile")},
+    **{name: count(1) for name in ("block_n", "num_warps", "num_stages")},
+}
+_KERNEL_SIZES = (
+    *("loop_instructions", "total_instructions", "tiles_per_iteration", "loop_instructions_per_element", "registers"),
+    *("spill_store_bytes", "spill_load_bytes", "shared_bytes"),
+)
+_BOUNDS = ("bound_cycles_per_tile", "blocks_per_sm", "warps_per_sm", "bound_us")
+
 SCHEMAS: dict[str, pa.DataFrameSchema] = {
     "capacity_block_sizes": schema(
         {
@@ -174,6 +203,61 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["gain"],
     ),
+    "codegen_kernels": schema(
+        {
+            **_KERNEL,
+            **{name: number(pa.Check.ge(0)) for name in _KERNEL_SIZES},
+            "ptx_sha256": label(),
+            "code_sha256": label(),
+        },
+        measured=_KERNEL_SIZES,
+    ),
+    "codegen_classes": schema(
+        {
+            **_KERNEL,
+            "scope": label("loop", "kernel"),
+            "class": label(),
+            "instructions": count(1),
+            "per_element": number(pa.Check.gt(0)),
+        }
+    ),
+    "codegen_parts": schema({**_KERNEL, "part": label(), "instructions": count(), "per_element": number()}),
+    "codegen_shared_accesses": schema(
+        {
+            **_KERNEL,
+            "class": label(),
+            "accesses": count(1),
+            "accesses_unknown": count(),
+            "wavefronts": number(pa.Check.gt(0)),
+            "wavefronts_without_conflicts": number(pa.Check.gt(0)),
+        }
+    ),
+    "codegen_pipes": schema(
+        {
+            "device": label(),
+            **_KERNEL,
+            "pipe": label(),
+            "cycles_per_tile": number(pa.Check.ge(0)),
+            "cycles_per_token": number(pa.Check.ge(0)),
+        }
+    ),
+    "codegen_bounds": schema(
+        {
+            "device": label(),
+            **_KERNEL,
+            "rows": count(1),
+            "binding_pipe": label(),
+            **{name: number(pa.Check.ge(0)) for name in _BOUNDS},
+            "occupancy_limit": label(),
+        },
+        measured=_BOUNDS,
+    ),
+    "codegen_constants": schema(
+        {**{name: label() for name in ("device", "constant", "unit", "source")}, "value": number(pa.Check.ge(0))}
+    ),
+    "codegen_identity": schema(
+        {name: label() for name in ("arch", "contraction", "scale_placement", "decoder", "code_sha256")}
+    ),
     "environment_facts": schema({"group": label(), "fact": label(), "value": label()}),
     "environment_runs": schema(
         {
@@ -184,6 +268,111 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
     ),
     "environment_checksums": schema({"chapter": label(), "table": label(), "sha256": label()}),
     "environment_checks": schema({"check": label(), "value": label()}),
+    "latency_samples": schema(
+        {
+            **_LATENCY_CELL,
+            **_ARM,
+            **{name: count() for name in ("process", "block", "pair", "position")},
+            "calls": count(1),
+            "elapsed_us": number(pa.Check.ge(0)),
+            "time_us": number(pa.Check.ge(0)),
+            "sm_clock_mhz": number(),
+            "throttled": label("yes", "no", "not available"),
+        },
+        measured=["elapsed_us", "time_us"],
+    ),
+    "latency_gates": schema(
+        {
+            **_LATENCY_UNIT,
+            "process": count(),
+            **_ARM,
+            **_LAUNCH,
+            **{name: number() for name in ("max_abs_error", "relative_error", "allowed_relative_error")},
+            "rows_checked": count(),
+        },
+        measured=["relative_error", "allowed_relative_error"],
+    ),
+    "latency_workloads": schema(
+        {
+            "workload": label(),
+            "kind": label("decode", "prefill"),
+            "rows": count(1),
+            "context": count(1),
+            "selection": label("random", "clustered"),
+            "overlap": number(),
+            **{name: count(1) for name in ("topk", "q_heads", "kv_heads", "head_dim", "page_size")},
+            **{name: number() for name in ("rotating_inputs", "distinct_tokens", "bytes_fp16", "bytes_e4m3", "l2_bytes")},
+            "neighbour_overlap": number(),
+        },
+        measured=["rotating_inputs", "distinct_tokens"],
+    ),
+    "latency_processes": schema(
+        {
+            "stage": label(),
+            "process": count(),
+            "device": label(),
+            "sync_method": label(),
+            **{name: number() for name in ("resolution_us", "copy_gb_per_s", "seconds")},
+            "units": count(1),
+        },
+        measured=["copy_gb_per_s"],
+    ),
+    "launch_search": schema(
+        {
+            "code_path": label("device", "sm_70"),
+            "workload": label(),
+            "arm": label(),
+            **_LAUNCH,
+            "time_us": number(pa.Check.ge(0)),
+            "chosen": label("yes", "no"),
+        },
+        measured=["time_us"],
+    ),
+    "latency_cells": schema(
+        {
+            **_LATENCY_CELL,
+            **_ARM,
+            **_LAUNCH,
+            "processes": count(),
+            "blocks": count(),
+            "full_protocol": label("yes", "no"),
+            **{name: number(pa.Check.ge(0)) for name in ("time_us", "least_process_us", "largest_process_us")},
+            **_PAIR,
+            "drift_percent": number(),
+            "throttled_share": number(),
+            "read_bytes": count(),
+            "implied_gb_per_s": number(),
+            "copy_gb_per_s": number(),
+            "flush_bytes": count(),
+            "sync_method": label(),
+            "device": label(),
+            "relative_error": number(),
+        },
+        measured=["time_us"],
+    ),
+    "latency_pairs": schema(
+        {**_LATENCY_CELL, "question": label(), **_ARM, "partition_tokens": number(), **_PAIR},
+        measured=["log_ratio", "log_ratio_low", "log_ratio_high"],
+    ),
+    "latency_effects": schema(
+        {
+            **_LATENCY_CELL,
+            "launch": label(),
+            "effect": label("decoder", "placement", "interaction"),
+            **_RATIO,
+            "processes": count(),
+            "blocks": count(),
+        },
+        measured=["log_ratio", "log_ratio_low", "log_ratio_high"],
+    ),
+    "latency_reported": schema(
+        {
+            **{name: label() for name in ("point", "group", "device", "what", "setting", "unit")},
+            "value": number(),
+            **_PUBLISHED,
+        },
+        measured=["value"],
+    ),
     "example_cells": schema({"label": label(), "rows": count(1), "square": number()}, measured=["square"]),
 }
 
