@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ import pandas as pd
 
 import qsa_kernels
 from qsa_kernels.arms import ARMS
+from qsa_kernels.launch import PROFILES, choose
 from qsa_kernels.measure import sass, shared_memory
 from qsa_kernels.measure.source_parts import PARTS, Frame, part_of
 
@@ -36,6 +37,14 @@ NATIVE_FROM = 89
 SCALE_PLACEMENTS = ("hoisted", "in_loop")
 DECODERS = ("exp2", "bitcast", "packed", "native")
 WARP = 32
+ANSWER = "kernel: "
+# By contraction, and whether the architecture has tensor cores that Triton's dot uses.
+DEFAULT_LAUNCH: dict[tuple[str, bool], dict[str, int]] = {
+    ("dot", False): {"block_n": 16, "num_warps": 4},
+    ("dot", True): {"block_n": 32, "num_warps": 1},
+    ("vector", False): {"block_n": 8, "num_warps": 1},
+    ("vector", True): {"block_n": 8, "num_warps": 1},
+}
 LOCATION = re.compile(r"^\s*\.loc\s+\d+\s+\d+\s+\d+.*?(?://\s*(?P<chain>.*))?$")
 FRAME = re.compile(r"(?P<file>[^\s:@\[\]]+):(?P<line>\d+):(?P<column>\d+)")
 
@@ -308,6 +317,71 @@ def compile_kernels(
     return [_read(request, stored.get(request)) for request in wanted]
 
 
+def requests(
+    arch: str, arms: Sequence[str] = (), *, profile: str | None = None, rows: int = 128, **launch: int
+) -> list[KernelRequest]:
+    """Requests for several arms with one launch each.
+
+    Args:
+        arch (str): name in `ARCHITECTURES`.
+        arms (Sequence[str]): names in `qsa_kernels.arms.ARMS`; empty = all that the launch is made for.
+        profile (str | None): name in `qsa_kernels.launch.PROFILES`; None = `DEFAULT_LAUNCH`.
+        rows (int): query rows, by which a profile chooses.
+        launch (int): `block_n`, `num_warps`, `num_splits` or `num_stages`, each in place of the profile's.
+
+    Raises:
+        ValueError: an unknown arm, architecture or profile, or a profile that is made for another contraction.
+    """
+    chosen = []
+    for arm in arms or ARMS:
+        request = KernelRequest(arm, arch)
+        contraction = ARMS[arm].contraction
+        if profile is None:
+            found = {**DEFAULT_LAUNCH[contraction, ARCHITECTURES[arch] >= 80], "profile": ""}
+        elif not arms and profile in PROFILES and PROFILES[profile].contraction != contraction:
+            continue
+        else:
+            capability = divmod(ARCHITECTURES[arch], 10)
+            config = choose(
+                profile,
+                capability=capability,
+                rows=rows,
+                q_heads=request.q_heads,
+                kv_heads=request.kv_heads,
+                head_dim=request.head_dim,
+                topk=request.topk,
+                itemsize=2,
+                quantised=ARMS[arm].is_quantised,
+                contraction=contraction,
+            )
+            found = {**dataclasses.asdict(config), "profile": "" if launch else profile}
+        chosen.append(dataclasses.replace(request, **{**found, **launch}))
+    return chosen
+
+
+def summary(kernels: Sequence[CompiledKernel]) -> list[dict[str, Any]]:
+    """One plain row a kernel: sizes, registers, spilled bytes a thread, shared bytes a block, loop instructions by class."""
+    rows = []
+    for kernel in kernels:
+        good = kernel.status == "passed"
+        rows.append(
+            {
+                "arch": kernel.request.arch,
+                "arm": kernel.request.arm,
+                "profile": kernel.request.profile,
+                "loop_instructions": len(kernel.loop.instructions) if good else None,
+                "total_instructions": len(kernel.program.instructions) if good else None,
+                "registers": kernel.registers if good else None,
+                "spills": kernel.spill_store_bytes + kernel.spill_load_bytes if good else None,
+                "shared_bytes": kernel.shared_bytes if good else None,
+                "by_class": sass.count(kernel.loop.instructions) if good else None,
+                "status": kernel.status,
+                "reason": kernel.reason,
+            }
+        )
+    return rows
+
+
 def kernel_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
     """One row a kernel: sizes of the loop and of the whole kernel, registers, spills, shared memory, hashes.
 
@@ -541,24 +615,39 @@ def _store(path: Path, answer: dict[str, Any]) -> None:
     os.replace(file.name, path)
 
 
-def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -> list[dict[str, Any]]:
+def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -> Iterator[dict[str, Any]]:
     hidden = ("TRITON_INTERPRET", "TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "TRITON_OVERRIDE_ARCH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment["TRITON_CACHE_DIR"] = str(folder / "triton")
     if not cached:
         environment["TRITON_ALWAYS_COMPILE"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-m", "qsa_kernels.measure.codegen"],
-        input=json.dumps([dataclasses.asdict(request) for request in requests]),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the compiling process failed with code {done.returncode}: {done.stderr.strip()[-2000:]}")
-    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "qsa_kernels.measure.codegen"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([dataclasses.asdict(request) for request in requests]))
+        process.stdin.close()
+        answered = 0
+        # What is compiled can be assembled here while the worker compiles the next one.
+        for line in process.stdout:
+            if line.startswith(ANSWER):
+                answered += 1
+                yield json.loads(line.removeprefix(ANSWER))
+        if process.wait() or answered < len(requests):
+            errors.seek(0)
+            raise RuntimeError(
+                f"the compiling process ended with code {process.returncode} after {answered} of {len(requests)} "
+                f"kernels: {errors.read().strip()[-2000:]}"
+            )
 
 
 def _compile(request: KernelRequest) -> dict[str, Any]:
@@ -595,16 +684,15 @@ def _compile(request: KernelRequest) -> dict[str, Any]:
 
 
 def _worker() -> None:
-    answers = []
     for fields in json.load(sys.stdin):
         fields["options"] = tuple(tuple(pair) for pair in fields["options"])
         try:
-            answers.append(_compile(KernelRequest(**fields)))
+            answer = _compile(KernelRequest(**fields))
         except Exception as error:
             # One kernel that does not compile must not take the others with it.
             words = str(error).strip().splitlines() or [""]
-            answers.append({"error": f"{type(error).__name__}: {words[-1]}"})
-    print(json.dumps(answers))
+            answer = {"error": f"{type(error).__name__}: {words[-1]}"}
+        print(ANSWER + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
