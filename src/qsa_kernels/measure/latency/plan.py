@@ -51,7 +51,7 @@ class Workload:
     def name(self) -> str:
         tokens = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
         detail = self.selection if self.kind == "decode" else f"overlap{round(100 * (self.overlap or 0.0))}"
-        return f"{self.kind}-{self.rows}-{tokens}-{detail}-h{self.q_heads}x{self.kv_heads}"
+        return f"{self.kind}-{self.rows}-{tokens}-{detail}-h{self.q_heads}x{self.kv_heads}-k{self.topk}"
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,13 @@ def open_run(run: Path, plan: Plan, provenance: dict[str, Any]) -> None:
         ValueError: the folder holds a run of another plan, another state of the package or another device.
         RuntimeError: nothing can be measured here.
     """
-    protocol.require_measurable()
     facts = environment.describe()
     name = facts["device"]["name"]
     if plan.device_name not in name:
-        raise ValueError(f"device: the profile measures a device named {plan.device_name!r}; this machine has {name!r}")
+        raise ValueError(
+            f"device: this profile records a {plan.device_name}; this machine has {name}; nothing is measured"
+        )
+    protocol.require_measurable()
     check_device(torch.cuda.get_device_capability(), torch.float16)
     if (run / PLAN_FILE).is_file():
         stored = json.loads((run / FACTS_FILE).read_text())

@@ -19,6 +19,7 @@ from qsa_kernels.measure.latency.plan import (
     OWN_LAUNCH,
     PARTITION_PREFIX,
     Plan,
+    Unit,
     Workload,
 )
 from qsa_kernels.measure.latency.session import read_json
@@ -34,6 +35,7 @@ from qsa_kernels.measure.latency.statistics import (
 UNIT_KEYS = ["stage", "workload", "code_path"]
 CELL_KEYS = [*UNIT_KEYS, "cache_state"]
 _TILE_COLUMNS = ["block_n", "num_splits", "num_warps", "num_stages", "partition_tokens"]
+_INPUT_FACTS = ["rotating_inputs", "distinct_tokens", "bytes_fp16", "bytes_e4m3", "l2_bytes", "neighbour_overlap"]
 _NOT_SEEN = "not available"
 
 
@@ -84,14 +86,17 @@ def _workloads(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     rows: dict[str, dict[str, Any]] = {}
     for record in records:
         workload = Workload(**record["workload"])
-        rows[workload.name] = {
-            "workload": workload.name,
-            **record["workload"],
-            **record["inputs"],
-            "status": "passed",
-            "reason": "",
-        }
-    return pd.DataFrame(list(rows.values())).astype({"overlap": float, "neighbour_overlap": float})
+        measured = record["inputs"] is not None
+        rows.setdefault(workload.name, {}).update(
+            {
+                "workload": workload.name,
+                **record["workload"],
+                **(record["inputs"] or dict.fromkeys(_INPUT_FACTS)),
+                "status": "passed" if measured else "skipped",
+                "reason": "" if measured else record["gates"][0]["reason"],
+            }
+        )
+    return pd.DataFrame(list(rows.values())).astype(dict.fromkeys(["overlap", *_INPUT_FACTS], float))
 
 
 def _processes(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -431,28 +436,49 @@ def _unmeasured(gates: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     """A row for every arm that has no sample, with the reason."""
     red = gates[gates["status"] != "passed"].drop_duplicates([*UNIT_KEYS, "arm", "launch"])
     measured = set(cells[[*UNIT_KEYS, "arm", "launch"]].itertuples(index=False, name=None))
-    rows = []
-    for entry in red.to_dict("records"):
-        if tuple(entry[name] for name in (*UNIT_KEYS, "arm", "launch")) in measured:
+    names = (*UNIT_KEYS, "arm", "launch", *_TILE_COLUMNS, "relative_error", "status", "reason")
+    rows = [
+        {name: entry[name] for name in names}
+        for entry in red.to_dict("records")
+        if tuple(entry[name] for name in (*UNIT_KEYS, "arm", "launch")) not in measured
+    ]
+    return _empty_rows(rows, cells)
+
+
+def with_open_units(cells: pd.DataFrame, units: Iterable[Unit]) -> pd.DataFrame:
+    """`latency_cells` with a row "not measured" for every arm of the units that no process has finished."""
+    measured = set(cells[UNIT_KEYS].itertuples(index=False, name=None))
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for unit in units:
+        place = (unit.stage.name, unit.workload.name, unit.code_path)
+        if place in measured:
             continue
-        row: dict[str, Any] = {
-            name: ("" if cells[name].dtype == object else 0 if cells[name].dtype.kind == "i" else math.nan)
-            for name in cells.columns
-        }
-        row |= {name: entry[name] for name in (*UNIT_KEYS, "arm", "launch", *_TILE_COLUMNS, "relative_error")}
-        row |= {
-            "cache_state": "cold",
-            "baseline_arm": _NOT_SEEN,
-            "baseline_launch": _NOT_SEEN,
-            "full_protocol": "no",
-            "same_partition": "not applicable",
-            "verdict": "not measurable",
-            "verdict_reason": entry["reason"],
-            "status": entry["status"],
-            "reason": entry["reason"],
-        }
-        rows.append(row)
-    return pd.DataFrame(rows, columns=cells.columns)
+        for arm, launch in unit.candidates():
+            rows[(*place, arm, launch)] = {
+                **dict(zip((*UNIT_KEYS, "arm", "launch"), (*place, arm, launch), strict=True)),
+                "status": "not_measured",
+                "reason": "not reached within the time of this run",
+            }
+    return pd.concat([cells, _empty_rows(list(rows.values()), cells)], ignore_index=True)
+
+
+def _empty_rows(rows: Sequence[Mapping[str, Any]], like: pd.DataFrame) -> pd.DataFrame:
+    """Rows in the columns of `latency_cells` that hold nothing but what is given."""
+    kinds = {name: like[name].dtype.kind for name in like.columns}
+    blank: dict[str, Any] = {"i": 0, "f": math.nan, "O": ""}
+    words = {
+        "cache_state": "cold",
+        "baseline_arm": _NOT_SEEN,
+        "baseline_launch": _NOT_SEEN,
+        "full_protocol": "no",
+        "same_partition": "not applicable",
+        "verdict": "not measurable",
+    }
+    filled = [
+        {name: blank[kind] for name, kind in kinds.items()} | words | dict(row) | {"verdict_reason": row["reason"]}
+        for row in rows
+    ]
+    return pd.DataFrame(filled, columns=like.columns).astype(like.dtypes.to_dict())
 
 
 def false_positives(cells: pd.DataFrame) -> tuple[int, int]:

@@ -394,9 +394,36 @@ class Session:
         return prepare_arm(self.operator(unit.code_path, copy=copy), name, arm, launch, config, inputs)
 
     def measure(self, unit: plans.Unit) -> dict[str, Any]:
-        """Gate and samples of one unit."""
+        """Gate and samples of one unit; a unit that does not fit the memory says so for every arm."""
         begin = time.monotonic()
-        inputs = self.inputs(unit.workload)
+        record = {
+            "stage": unit.stage.name,
+            "workload": dataclasses.asdict(unit.workload),
+            "code_path": unit.code_path,
+            "process": unit.process,
+            "copy_gb_per_s": self.machine.copy_gb_per_s,
+        }
+        timer = self.machine.new_timer()
+        try:
+            inputs = self.inputs(unit.workload)
+        except torch.OutOfMemoryError as error:
+            gates = [
+                missing_row(name, launch, unit.workload, "skipped", f"the inputs do not fit the memory: {error}")
+                for name, launch, _ in candidates(unit)
+            ]
+            found: dict[str, Any] = {"inputs": None, "gates": gates, "samples": []}
+        else:
+            found = self._measure(unit, inputs)
+        return {
+            **record,
+            "device": timer.device,
+            "sync_method": timer.sync_method,
+            "resolution_us": timer.resolution_us,
+            **found,
+            "seconds": time.monotonic() - begin,
+        }
+
+    def _measure(self, unit: plans.Unit, inputs: RotatingInputs) -> dict[str, Any]:
         oracles = self.oracles(inputs)
         gates: list[dict[str, Any]] = []
         passed: list[Prepared] = []
@@ -415,12 +442,10 @@ class Session:
             if row["status"] == "passed":
                 passed.append(prepared)
         samples: list[dict[str, Any]] = []
-        timer = self.machine.new_timer()
         for state in unit.stage.states if passed else []:
-            timer = self.machine.new_timer()
             rows = protocol.measure(
                 [protocol.Candidate(entry.arm, entry.launch, entry.calls) for entry in passed],
-                timer,
+                self.machine.new_timer(),
                 state=state,
                 blocks=unit.stage.blocks,
                 seed=self.plan.seed,
@@ -428,27 +453,15 @@ class Session:
                 target_us=self.plan.sample_us,
             )
             samples += [{"cache_state": state, **row} for row in rows]
-        return {
-            "stage": unit.stage.name,
-            "workload": dataclasses.asdict(unit.workload),
-            "code_path": unit.code_path,
-            "process": unit.process,
-            "inputs": {
-                "rotating_inputs": len(inputs.pairs),
-                "distinct_tokens": inputs.distinct_tokens,
-                "bytes_fp16": inputs.distinct_bytes["fp16"],
-                "bytes_e4m3": inputs.distinct_bytes["e4m3"],
-                "l2_bytes": self.machine.l2_bytes,
-                "neighbour_overlap": inputs.pairs[0].neighbour_overlap,
-            },
-            "device": timer.device,
-            "sync_method": timer.sync_method,
-            "resolution_us": timer.resolution_us,
-            "copy_gb_per_s": self.machine.copy_gb_per_s,
-            "gates": gates,
-            "samples": samples,
-            "seconds": time.monotonic() - begin,
+        facts = {
+            "rotating_inputs": len(inputs.pairs),
+            "distinct_tokens": inputs.distinct_tokens,
+            "bytes_fp16": inputs.distinct_bytes["fp16"],
+            "bytes_e4m3": inputs.distinct_bytes["e4m3"],
+            "l2_bytes": self.machine.l2_bytes,
+            "neighbour_overlap": inputs.pairs[0].neighbour_overlap,
         }
+        return {"inputs": facts, "gates": gates, "samples": samples}
 
     def _missing(self, name: str, code_path: str) -> str:
         """Why something cannot run here at all, empty if it can."""
