@@ -457,6 +457,16 @@ def _tail(traceback: Sequence[str]) -> str:
     return "\n".join(f"    {line}" for line in plain.splitlines()[-12:])
 
 
+def _figure_apart(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The cell of a figure, and what else it shows in a cell of its own: MyST-NB captions every output of the first."""
+    shown = [output for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]
+    if not shown or "figure" not in cell.metadata.get("mystnb", {}):
+        return [cell]
+    cell.outputs = [output for output in cell.outputs if output not in shown]
+    rest = nbformat.v4.new_code_cell(id=f"{cell.id}-rest", outputs=shown, metadata={"tags": ["remove-input"]})
+    return [cell, rest]
+
+
 def _finish(job: Job, context: RunContext, partial: Path, output: Path, wall_time_s: float) -> None:
     """Turn what the notebook left into a complete run folder."""
     record_path = partial / "chapter.json"
@@ -474,6 +484,7 @@ def _finish(job: Job, context: RunContext, partial: Path, output: Path, wall_tim
         tags = cell.metadata.get("tags", [])
         if {"parameters", "injected-parameters"} & set(tags) and "hide-input" not in tags:
             cell.metadata["tags"] = [*tags, "hide-input"]
+    notebook.cells = [part for cell in notebook.cells for part in _figure_apart(cell)]
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.metadata["qsa"] = {"run_id": context.run_id, "job": job.digest}
     nbformat.write(notebook, output)
