@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -274,15 +274,12 @@ def tool(name: str) -> str:
     return str(path)
 
 
-def compile_kernels(
-    requests: Iterable[KernelRequest], *, cached: bool = True, progress: Callable[[str], None] = lambda _: None
-) -> list[CompiledKernel]:
+def compile_kernels(requests: Iterable[KernelRequest], *, cached: bool = True) -> list[CompiledKernel]:
     """Compile kernels and disassemble them.
 
     Args:
         requests (Iterable[KernelRequest]): what to compile.
         cached (bool): use results stored for the same sources, versions and request. Default: True.
-        progress (callable): called with one word a finished kernel.
 
     Returns:
         list[CompiledKernel]: one a request, in order; kernels that the architecture cannot have are "skipped", those
@@ -291,30 +288,32 @@ def compile_kernels(
     Raises:
         RuntimeError: the worker process fails as a whole.
     """
+    return list(compiled(requests, cached=cached))
+
+
+def compiled(requests: Iterable[KernelRequest], *, cached: bool = True) -> Iterator[CompiledKernel]:
+    """`compile_kernels`, one kernel at a time as they are ready."""
     wanted = list(requests)
     folder = _cache_folder()
-    stored: dict[KernelRequest, dict[str, Any]] = {}
-    missing = []
-    for request in dict.fromkeys(wanted):
-        path = folder / f"{_cache_key(request)}.json"
-        if _needs_newer(request):
-            continue
-        if cached and path.is_file():
-            stored[request] = json.loads(path.read_text())
-        else:
-            missing.append(request)
-    if missing:
-        assembled: dict[tuple[str, str], dict[str, Any]] = {}
-        for request, answer in zip(missing, _run_worker(missing, folder, cached), strict=True):
+    paths = {request: folder / f"{_cache_key(request)}.json" for request in wanted}
+    absent = [one for one in paths if not (_needs_newer(one) or (cached and paths[one].is_file()))]
+    answers = _run_worker(absent, folder, cached)
+    assembled: dict[tuple[str, str], dict[str, Any]] = {}
+    fresh: dict[KernelRequest, dict[str, Any]] = {}
+    for request in wanted:
+        if request in absent and request not in fresh:
+            answer = next(answers)
             if "error" not in answer:
                 same = (answer["ptx"], request.assembled_for)
                 if same not in assembled:
                     assembled[same] = _assemble(answer, request)
                 answer = assembled[same]
-                _store(folder / f"{_cache_key(request)}.json", answer)
-            stored[request] = answer
-            progress(request.arm)
-    return [_read(request, stored.get(request)) for request in wanted]
+                _store(paths[request], answer)
+            fresh[request] = answer
+        if _needs_newer(request):
+            yield _read(request, None)
+        else:
+            yield _read(request, fresh.get(request) or json.loads(paths[request].read_text()))
 
 
 def requests(
@@ -337,7 +336,7 @@ def requests(
         request = KernelRequest(arm, arch)
         contraction = ARMS[arm].contraction
         if profile is None:
-            found = {**DEFAULT_LAUNCH[contraction, ARCHITECTURES[arch] >= 80], "profile": ""}
+            found: dict[str, Any] = {**DEFAULT_LAUNCH[contraction, ARCHITECTURES[arch] >= 80], "profile": ""}
         elif not arms and profile in PROFILES and PROFILES[profile].contraction != contraction:
             continue
         else:
@@ -360,7 +359,7 @@ def requests(
 
 
 def summary(kernels: Sequence[CompiledKernel]) -> list[dict[str, Any]]:
-    """One plain row a kernel: sizes, registers, spilled bytes a thread, shared bytes a block, loop instructions by class."""
+    """One plain row a kernel: sizes, registers, spilled bytes a thread, shared bytes a block, loop counts by class."""
     rows = []
     for kernel in kernels:
         good = kernel.status == "passed"
@@ -616,6 +615,8 @@ def _store(path: Path, answer: dict[str, Any]) -> None:
 
 
 def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -> Iterator[dict[str, Any]]:
+    if not requests:
+        return
     hidden = ("TRITON_INTERPRET", "TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "TRITON_OVERRIDE_ARCH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment["TRITON_CACHE_DIR"] = str(folder / "triton")
