@@ -112,6 +112,8 @@ def _cell_problems(path: Path) -> Iterator[str]:
         for output in outputs:
             if output["output_type"] == "error":
                 yield f"cell {number} failed with {output['ename']}"
+            if 'class="dataframe"' in "".join(output.get("data", {}).get("text/html", "")):
+                yield f"cell {number} shows a bare data frame; assign what page.table returns"
         if any("image/svg+xml" in output.get("data", {}) for output in outputs):
             settings = cell["metadata"].get("mystnb", {})
             given = {**settings.get("figure", {}), **settings.get("image", {})}

@@ -39,6 +39,7 @@ from qsa_kernels.report.figures import style
 from qsa_kernels.report.parameters import PARAMETERS, ChapterParameters, validated
 from qsa_kernels.report.runs import Run, now
 
+SHOWN_ROWS = 200
 _IPYTHON_NAMES = {"In", "Out"}
 
 
@@ -71,6 +72,35 @@ def check_parameters(name: str, values: Mapping[str, Any]) -> ChapterParameters:
     if name not in PARAMETERS:
         raise ValueError(f"no chapter {name!r}; known: {', '.join(sorted(PARAMETERS))}")
     return validated(PARAMETERS[name], values, f"chapter {name!r}")
+
+
+def _table_html(frame: pd.DataFrame, caption: str, address: str, anchor: str) -> str:
+    """A static table, cut where it is long and without `status` and `reason` where they say nothing; the CSV has all."""
+    silent = [
+        column
+        for column, word in (("status", "passed"), ("reason", ""))
+        if column in frame and (frame[column] == word).all()
+    ]
+    shown = frame.drop(columns=silent).head(SHOWN_ROWS)
+    if "status" in shown:
+        shown = shown.assign(status=shown["status"].str.replace("_", " "))
+    numbers = [pd.api.types.is_numeric_dtype(shown[column]) for column in shown.columns]
+    classes = [" class='qsa-number'" if number else "" for number in numbers]
+    head = "".join(
+        f"<th scope='col'{kind}>{html.escape(str(column).replace('_', ' '))}</th>"
+        for column, kind in zip(shown.columns, classes, strict=True)
+    )
+    rows = "".join(
+        "<tr>" + "".join(f"<td{kind}>{_cell(value)}</td>" for value, kind in zip(row, classes, strict=True)) + "</tr>"
+        for row in shown.itertuples(index=False)
+    )
+    extent = f" The first {SHOWN_ROWS} of {len(frame)} rows." if len(frame) > SHOWN_ROWS else ""
+    return (
+        f"<figure class='qsa-table' id='{html.escape(anchor)}'><figcaption>{html.escape(caption + extent)} "
+        f"<a href='{html.escape(address)}' download>CSV</a></figcaption>"
+        f"<div class='qsa-scroll' tabindex='0' role='region' aria-label='{html.escape(caption)}'>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></figure>"
+    )
 
 
 def _cell(value: object) -> str:
@@ -157,20 +187,7 @@ class Page:
         path = tables.write(frame, name, self.folder / "tables")
         self._tables[name] = path.name
         self._save(complete=False)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>"
-            for row in frame.itertuples(index=False)
-        )
-        head = "".join(f"<th scope='col'>{html.escape(str(column))}</th>" for column in frame.columns)
-        display(
-            HTML(
-                f"<figure class='qsa-table' id='table-{html.escape(name)}'>"
-                f"<figcaption>{html.escape(caption)} "
-                f"<a href='{html.escape(self.name)}/{html.escape(path.name)}' download>CSV</a></figcaption>"
-                f"<div class='qsa-scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
-                f"<tbody>{rows}</tbody></table></div></figure>"
-            )
-        )
+        display(HTML(_table_html(frame, caption, f"{self.name}/{path.name}", f"table-{name}")))
         return frame
 
     def figure(self, figure: Figure, name: str, alt: str) -> None:

@@ -37,7 +37,7 @@ class ChapterPlan(_Strict):
         source: "live", or `recorded: RUN_ID`; reaches the notebook as its parameter `source`.
         sections: the same for single sections; section `x` reaches the notebook as its parameter `x_source`.
         parameters: values that differ from those in the notebook's parameters cell.
-        after: chapters whose results this one reads.
+        after: chapters whose results this one reads; "*" stands for all others.
         timeout_s: limit for one cell, in seconds, where it differs from the profile's.
     """
 

@@ -142,9 +142,16 @@ def plan(notebook: str, profile: str, assignments: Sequence[str] = (), values: M
         device=device.resolve(chosen.device),
         timeout_s=chapter.timeout_s or chosen.timeout_s,
         parameters=parameters,
-        after=chapter.after,
+        after=_waits_for(template.name, chapter.after, chosen),
         inputs=input_hashes(template.path, chapter.recorded_runs()),
     )
+
+
+def _waits_for(name: str, after: Sequence[str], profile: profiles.Profile) -> list[str]:
+    """`after` with "*" replaced by all other chapters of the profile that have a template."""
+    if "*" not in after:
+        return list(after)
+    return sorted(other for other in profile.chapters if other != name and template_path(other).is_file())
 
 
 def runs_folder() -> Path:

@@ -27,7 +27,7 @@ def run_table(chapters: Iterable[str]) -> pd.DataFrame:
     Args:
         chapters: names.
     """
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for chapter in chapters:
         try:
             record = runs.published(chapter).manifest

@@ -73,8 +73,8 @@ def prepare(jobs: Iterable[runs.Job], folder: Path, pages: Path, names: Iterable
     jobs = list(jobs)
     wanted = dict(zip(names or [job.name for job in jobs], jobs, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("*.json"):
-        if file.stem not in wanted:
+    for file in folder.iterdir():
+        if file.stem not in wanted or file.suffix == ".failed":
             file.unlink()
     for name, job in wanted.items():
         file = folder / f"{name}.json"

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from qsa_kernels.report.cli import book, capacity, codegen, doctor, record, report, run
+from qsa_kernels.report.cli import batch, book, capacity, codegen, doctor, record, report, run
 
 app = typer.Typer(
     name="qsa",
@@ -31,6 +31,7 @@ app.command("record")(record.record)
 app.command("job", hidden=True)(run.job)
 app.command("report")(report.report)
 app.command("book")(book.book)
+app.command("batch")(batch.batch)
 app.command("doctor")(doctor.doctor)
 app.add_typer(capacity.app, name="capacity")
 app.command("codegen")(codegen.codegen)

@@ -36,7 +36,13 @@ def job(
     from qsa_kernels.report import runs
 
     planned = runs.Job.model_validate_json(file.read_text(encoding="utf-8"))
+    failed = file.with_suffix(".failed")
+    failed.unlink(missing_ok=True)
     typer.echo(f"{planned.name}: started", err=True)
-    made = runs.execute(planned)
+    try:
+        made = runs.execute(planned)
+    except runs.RunError as error:
+        failed.write_text(str(error).splitlines()[0], encoding="utf-8")
+        raise
     runs.publish(made, page)
     typer.echo(f"{planned.name}: done in {made.manifest.wall_time_s:.0f} s, run {made.manifest.run_id}", err=True)
