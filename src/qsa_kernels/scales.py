@@ -395,7 +395,7 @@ def load_overlay(path: Path | str, geometry: Geometry, base_index_sha256: str | 
         slots.load(key, value)
     negative_control = _negative_control(header, slots)
     digest = _sha256(path)
-    bound = _binding(path, digest, geometry, slots, negative_control, base_index_sha256)
+    bound = _binding(path, digest, header, slots, negative_control, base_index_sha256)
     return slots.finalise(source=path, negative_control=negative_control, base_index_sha256=bound, sha256=digest)
 
 
@@ -511,7 +511,7 @@ def _sha256(path: Path) -> str:
 def _binding(
     path: Path,
     digest: str,
-    geometry: Geometry,
+    header: Header,
     slots: ScaleSlots,
     negative_control: bool,
     base_index_sha256: str | None,
@@ -522,15 +522,15 @@ def _binding(
     if manifest is not None and manifest.scale_file.filename == path.name:
         bound[MANIFEST_NAME] = manifest.base_checkpoint.index_sha256
         scales = {} if negative_control else slots.values()
-        for problem in _manifest_problems(manifest, digest, geometry, scales):
+        for problem in _manifest_problems(manifest, digest, header, slots.geometry, scales):
             slots.note(f"{MANIFEST_NAME}: {problem}")
     provenance = _beside(path, PROVENANCE_NAME, Provenance, slots)
     if provenance is not None and provenance.scale_file == path.name:
         bound[PROVENANCE_NAME] = provenance.base_index_sha256
         for name, expected, got in (
             ("SHA-256 of the overlay", provenance.scale_file_sha256, digest),
-            ("tensor count", provenance.tensor_count, len(geometry.keys())),
-            ("layer prefix", provenance.checkpoint_layer_prefix, geometry.prefix),
+            ("tensor count", provenance.tensor_count, len(header.tensors)),
+            ("layer prefix", provenance.checkpoint_layer_prefix, slots.geometry.prefix),
         ):
             if expected != got:
                 slots.note(f"{PROVENANCE_NAME}: {name}: it says {expected}, here it is {got}")
@@ -573,23 +573,30 @@ def read_record(path: Path, model: type[Model]) -> Model:
         raise WeightFileError(path, problems) from error
 
 
-def _manifest_problems(manifest: Manifest, digest: str, geometry: Geometry, scales: dict[str, float]) -> list[str]:
-    """Where a manifest disagrees with itself, with the geometry, or with the overlay file and the scales in it."""
+def _manifest_problems(
+    manifest: Manifest, digest: str, header: Header, geometry: Geometry, scales: dict[str, float]
+) -> list[str]:
+    """Where a manifest disagrees with itself, with the overlay file, or with the scales in it."""
     problems = []
     file = manifest.scale_file
     if file.sha256 != digest:
         problems.append(f"SHA-256 of the overlay: it says {file.sha256}, here it is {digest}")
     if file.tensor_count != len(file.tensor_names):
         problems.append(f"tensor count: it says {file.tensor_count}, it names {len(file.tensor_names)}")
-    maxima = {geometry.key(tensor.layer, tensor.kind): tensor.max_abs for tensor in manifest.tensors}
+    problems += [f"does not name {key}" for key in header.tensors if key not in file.tensor_names]
+    problems += [f"names {key}, which the overlay lacks" for key in file.tensor_names if key not in header.tensors]
+    maxima = {(tensor.layer, tensor.kind): tensor.max_abs for tensor in manifest.tensors}
     if len(maxima) != len(manifest.tensors):
         problems.append("tensors: a layer and kind is listed twice")
-    expected = set(geometry.keys())
-    for what, names in (("tensor name", set(file.tensor_names)), ("max_abs of", set(maxima))):
-        problems += [f"missing {what} {key}" for key in sorted(expected - names)]
-        problems += [f"unexpected {what} {key}" for key in sorted(names - expected)]
+    pairs = [(layer, kind) for layer in geometry.layers for kind in KINDS]
+    problems += [f"no max_abs of layer {layer} {kind}" for layer, kind in pairs if (layer, kind) not in maxima]
+    problems += [f"a max_abs of layer {layer} {kind} too many" for layer, kind in maxima if (layer, kind) not in pairs]
     # K and V exchanged, or a scale edited by hand, do not follow from the maxima.
-    for key, scale in scales.items():
-        if key in maxima and scale_for(maxima[key]) != scale:
-            problems.append(f"{key}: max_abs {maxima[key]} gives {scale_for(maxima[key])!r}, the file has {scale!r}")
+    for layer, kind in pairs:
+        key = geometry.key(layer, kind)
+        if key in scales and (layer, kind) in maxima and scale_for(maxima[layer, kind]) != scales[key]:
+            problems.append(
+                f"{key}: max_abs {maxima[layer, kind]} gives {scale_for(maxima[layer, kind])!r}, "
+                f"the overlay has {scales[key]!r}"
+            )
     return problems

@@ -6,6 +6,7 @@ that the file claims, unpickles, or relies on the message text of a library.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -176,6 +177,18 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def index_sha256(folder: Path) -> str:
+    """Hex SHA-256 of a checkpoint's `model.safetensors.index.json`, which is what an overlay is bound to.
+
+    Raises:
+        WeightFileError: the folder has no index.
+    """
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        raise WeightFileError(path, ["no such file"])
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _foreign(start: bytes, size: int, length: int | None) -> str:
     if size == 0:
         return "empty file"
@@ -216,7 +229,7 @@ def _entry(key: str, value: Any, data_start: int, problems: list[str]) -> Tensor
     else:
         begin, end = (data_start + offset for offset in offsets)
         if (end - begin) * 8 != math.prod(shape) * _ITEM_BITS[dtype]:
-            problems.append(f"{key}: {dtype} of shape {str(shape):.80} does not fill bytes {begin} to {end}")
+            problems.append(f"{key}: {dtype} of shape {shape!s:.80} does not fill bytes {begin} to {end}")
         return TensorEntry(dtype, tuple(shape), begin, end)
     return None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qsa_kernels import scales
 from qsa_kernels.scales import KINDS, Geometry, Kind, KVScales
-from qsa_kernels.weightfile import INDEX_NAME, WeightFileError, read_index, read_json
+from qsa_kernels.weightfile import INDEX_NAME, WeightFileError, index_sha256, read_index, read_json
 
 BINS = 4096
 LOG2_RANGE = (-24.0, 16.0)
@@ -135,26 +135,96 @@ class Observer:
         for kind, values in both:
             self.statistics[layer, kind] += TensorStatistics.of(values)
 
+    def write(self, path: Path) -> None:
+        """Store what one shard or rank has seen, to be merged elsewhere; an existing file is an error."""
+        observations = tuple(TensorObservation.of(*pair, seen) for pair, seen in self.statistics.items())
+        with path.open("x", encoding="utf-8") as file:
+            file.write(_Observations(observations=observations).model_dump_json(indent=1) + "\n")
 
-class TensorReport(BaseModel):
-    """What was observed of one tensor, and its scale."""
+    @classmethod
+    def read(cls, path: Path) -> Observer:
+        """What `write` stored.
+
+        Raises:
+            WeightFileError: no such file, or observations that are incomplete or contradict each other.
+        """
+        stored = _read(path, _Observations)
+        _check(path, stored.observations)
+        observer = cls(observation.layer for observation in stored.observations)
+        for observation in stored.observations:
+            observer.statistics[observation.layer, observation.kind] = observation.statistics()
+        return observer
+
+
+class TensorObservation(BaseModel):
+    """What was observed of one tensor, as stored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     layer: Annotated[int, Field(ge=0)]
     kind: Kind
-    count: Annotated[int, Field(gt=0)]
+    count: Annotated[int, Field(ge=0)]
+    nonzero_count: Annotated[int, Field(ge=0)]
+    max_abs: Annotated[float, Field(ge=0)]
+    histogram: dict[str, Annotated[int, Field(gt=0)]]
+    """Count by the number of the bin; empty bins are left out."""
+
+    @classmethod
+    def of(cls, layer: int, kind: Kind, statistics: TensorStatistics) -> TensorObservation:
+        """Running statistics in the form that is stored."""
+        filled = np.flatnonzero(statistics.histogram)
+        return cls(
+            layer=layer,
+            kind=kind,
+            count=statistics.count,
+            nonzero_count=statistics.nonzero_count,
+            max_abs=statistics.max_abs,
+            histogram={str(number): int(statistics.histogram[number]) for number in filled},
+        )
+
+    def statistics(self) -> TensorStatistics:
+        """The stored form as running statistics."""
+        histogram = np.zeros(BINS, np.int64)
+        for number, count in self.histogram.items():
+            histogram[int(number)] = count
+        return TensorStatistics(self.count, self.nonzero_count, self.max_abs, histogram)
+
+    def problems(self) -> Iterator[str]:
+        """Where the numbers contradict each other."""
+        if not all(number.isdecimal() and int(number) < BINS for number in self.histogram):
+            yield f"the histogram has bins that are no numbers from 0 to {BINS - 1}"
+            return
+        if sum(self.histogram.values()) != self.nonzero_count or self.nonzero_count > self.count:
+            yield "the histogram does not add up to the non-zero count"
+            return
+        own_bin = TensorStatistics.of(torch.tensor([self.max_abs], dtype=torch.float64)).histogram.argmax()
+        if own_bin < max(map(int, self.histogram), default=0):
+            yield f"max_abs {self.max_abs} lies below the highest bin of the histogram"
+
+
+class _Observations(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    schema_version: Literal[1] = 1
+    observations: tuple[TensorObservation, ...]
+
+
+class TensorReport(TensorObservation):
+    """What was observed of one tensor, and its scale."""
+
     finite_count: Annotated[int, Field(gt=0)]
-    nonzero_count: Annotated[int, Field(gt=0)]
-    max_abs: Annotated[float, Field(gt=0)]
     scale: Annotated[float, Field(gt=0)]
     p99_9: Annotated[float, Field(gt=0)]
     p99_99: Annotated[float, Field(gt=0)]
     saturation_ratio: Annotated[float, Field(ge=0, le=1)]
     shard_scale_min_over_global: Annotated[float, Field(gt=0, le=1)]
     shard_scale_max_over_global: Annotated[float, Field(gt=0, le=1)]
-    histogram: dict[str, int]
-    """Count by the number of the bin; empty bins are left out."""
+
+    def problems(self) -> Iterator[str]:
+        """Where the numbers contradict each other."""
+        yield from super().problems()
+        if self.finite_count != self.count:
+            yield f"{self.count - self.finite_count} values are not finite"
 
 
 class CalibrationReport(BaseModel):
@@ -221,42 +291,19 @@ class CalibrationReport(BaseModel):
         Raises:
             WeightFileError: no such file, or not a complete report.
         """
-        content = read_json(path)
-        try:
-            report = cls.model_validate_json(json.dumps(content))
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
-            raise WeightFileError(path, problems[:20]) from error
-        problems = [
-            f"layer {tensor.layer} {tensor.kind}: {problem}"
-            for tensor in report.tensors
-            for problem in _inconsistent(tensor, report.unit_scale_negative_control)
-        ]
-        pairs = [(tensor.layer, tensor.kind) for tensor in report.tensors]
-        problems += [
-            f"layer {layer} {kind}: listed twice" for layer, kind in set(pairs) if pairs.count((layer, kind)) > 1
-        ]
-        problems += [
-            f"layer {layer} {kind}: missing"
-            for layer in report.layers()
-            for kind in KINDS
-            if (layer, kind) not in pairs
-        ]
+        report = _read(path, cls)
+        _check(path, report.tensors)
+        problems = []
+        for tensor in report.tensors:
+            expected = 1.0 if report.unit_scale_negative_control else scales.scale_for(tensor.max_abs)
+            if tensor.scale != expected:
+                problems.append(
+                    f"layer {tensor.layer} {tensor.kind}: max_abs {tensor.max_abs} gives the scale {expected!r}, "
+                    f"it says {tensor.scale!r}"
+                )
         if problems:
             raise WeightFileError(path, problems)
         return report
-
-
-def _inconsistent(tensor: TensorReport, negative_control: bool) -> Iterator[str]:
-    if tensor.finite_count != tensor.count:
-        yield f"{tensor.count - tensor.finite_count} values are not finite"
-    if sum(tensor.histogram.values()) != tensor.nonzero_count or tensor.nonzero_count > tensor.count:
-        yield "the histogram does not add up to the non-zero count"
-    if not all(number.isdecimal() and int(number) < BINS for number in tensor.histogram):
-        yield f"the histogram has bins that are no numbers from 0 to {BINS - 1}"
-    expected = 1.0 if negative_control else scales.scale_for(tensor.max_abs)
-    if tensor.scale != expected:
-        yield f"max_abs {tensor.max_abs} gives the scale {expected!r}, it says {tensor.scale!r}"
 
 
 def summarize(
@@ -292,19 +339,14 @@ def summarize(
         maxima = [shard.max_abs for shard in seen if shard.max_abs]
         tensors.append(
             TensorReport(
-                layer=layer,
-                kind=kind,
-                count=total.count,
+                **TensorObservation.of(layer, kind, total).model_dump(),
                 finite_count=total.count,
-                nonzero_count=total.nonzero_count,
-                max_abs=total.max_abs,
                 scale=scale,
                 p99_9=total.percentile(0.999),
                 p99_99=total.percentile(0.9999),
                 saturation_ratio=total.share_above(scales.E4M3_MAX * scale),
                 shard_scale_min_over_global=min(maxima) / total.max_abs,
                 shard_scale_max_over_global=max(maxima) / total.max_abs,
-                histogram={str(number): int(total.histogram[number]) for number in np.flatnonzero(total.histogram)},
             )
         )
     return CalibrationReport(
@@ -526,18 +568,6 @@ def materialise_pack(base: Path, output: Path, pack: Path, geometry: Geometry) -
     return _derive(base, output, geometry, file_name, content, loaded.negative_control, write_record)
 
 
-def index_sha256(base: Path) -> str:
-    """Hex SHA-256 of a checkpoint's `model.safetensors.index.json`, which is what an overlay is bound to.
-
-    Raises:
-        WeightFileError: the folder has no index.
-    """
-    path = base / INDEX_NAME
-    if not path.is_file():
-        raise WeightFileError(path, ["no such file"])
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _derive(
     base: Path,
     output: Path,
@@ -612,3 +642,37 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staging)
         raise
+
+
+Stored = TypeVar("Stored", bound=BaseModel)
+
+
+def _read(path: Path, model: type[Stored]) -> Stored:
+    """A stored record, after the checks of strict JSON that the model itself does not make."""
+    content = read_json(path)
+    try:
+        return model.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
+        raise WeightFileError(path, problems[:20]) from error
+
+
+def _check(path: Path, observations: Sequence[TensorObservation]) -> None:
+    """Every layer has K and V, once each, and numbers that agree."""
+    pairs = [(observation.layer, observation.kind) for observation in observations]
+    problems = [
+        f"layer {layer} {kind}: listed twice" for layer, kind in sorted(set(pairs)) if pairs.count((layer, kind)) > 1
+    ]
+    problems += [
+        f"layer {layer} {kind}: missing"
+        for layer in sorted({layer for layer, _ in pairs})
+        for kind in KINDS
+        if (layer, kind) not in pairs
+    ]
+    problems += [
+        f"layer {observation.layer} {observation.kind}: {problem}"
+        for observation in observations
+        for problem in observation.problems()
+    ]
+    if problems or not observations:
+        raise WeightFileError(path, problems or ["no observations"])

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from qsa_kernels.report.cli import batch, book, capacity, codegen, doctor, record, report, run
+from qsa_kernels.report.cli import batch, book, capacity, codegen, doctor, overlay, record, report, run
 
 app = typer.Typer(
     name="qsa",
@@ -34,6 +34,7 @@ app.command("book")(book.book)
 app.command("batch")(batch.batch)
 app.command("doctor")(doctor.doctor)
 app.add_typer(capacity.app, name="capacity")
+app.add_typer(overlay.app, name="overlay")
 app.command("codegen")(codegen.codegen)
 
 
