@@ -62,10 +62,9 @@ def test_block_sizes_are_the_published_ones(tp: int, mtp: int) -> None:
 
 def test_block_table_covers_every_supported_setup_once() -> None:
     table = capacity.block_sizes()
-    pairs = table.pivot_table(index=["tp", "mtp"], columns="kv_cache_dtype", values="block_tokens")
-    assert {
-        key: tuple(row) for key, row in zip(pairs.index, pairs[list(capacity.DTYPES)].to_numpy(), strict=True)
-    } == BLOCKS
+    columns = ["tp", "mtp", "block_tokens_fp16", "block_tokens_e4m3"]
+    assert len(table) == len(BLOCKS)
+    assert {(tp, mtp): tuple(sizes) for tp, mtp, *sizes in table[columns].to_numpy().tolist()} == BLOCKS
 
 
 @given(deployments(), DTYPES)

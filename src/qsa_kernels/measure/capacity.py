@@ -392,27 +392,28 @@ def _derived(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def block_sizes(geometry: ModelGeometry = QWEN4_EXP) -> pd.DataFrame:
-    """Block sizes by the state-page rule for every supported TP degree, MTP depth and K/V type.
+    """Block sizes by the state-page rule, one row for every supported TP degree and MTP depth.
 
     Returns:
-        DataFrame: tp, mtp, kv_cache_dtype, state_bytes, page_bytes, block_tokens, block_bytes, kind, status, reason.
+        DataFrame: tp, mtp, state_bytes, block_tokens_fp16, block_tokens_e4m3, block_bytes_fp16, block_bytes_e4m3,
+            kind, status, reason.
     """
     rows = []
     for tp in SUPPORTED_TP:
         for mtp in range(MAX_MTP + 1):
             deployment = Deployment(tp=tp, mtp=mtp, prefix_caching=mtp > 0, geometry=geometry)
-            for layout in deployment.layouts:
-                rows.append(
-                    {
-                        "tp": tp,
-                        "mtp": mtp,
-                        "kv_cache_dtype": layout.kv_cache_dtype,
-                        "state_bytes": deployment.state_bytes,
-                        "page_bytes": layout.block_tokens * layout.kv_bytes_per_token,
-                        "block_tokens": layout.block_tokens,
-                        "block_bytes": layout.block_bytes,
-                    }
-                )
+            wide, narrow = deployment.layouts
+            rows.append(
+                {
+                    "tp": tp,
+                    "mtp": mtp,
+                    "state_bytes": deployment.state_bytes,
+                    "block_tokens_fp16": wide.block_tokens,
+                    "block_tokens_e4m3": narrow.block_tokens,
+                    "block_bytes_fp16": wide.block_bytes,
+                    "block_bytes_e4m3": narrow.block_bytes,
+                }
+            )
     return _derived(rows)
 
 

@@ -28,7 +28,25 @@ REPEATS = 3
 
 _SETUP = ["pair", "device", "tp", "mtp", "prefix_caching", "max_model_len", "setup_kind"]
 _NULLABLE: dict[Hashable, str] = {"tp": "Int64", "mtp": "Int64", "prefix_caching": "boolean", "max_model_len": "Int64"}
-_SOURCE = ["source", "source_url"]
+_SOURCE = ["source_url"]
+# What a reader needs of `validate` and of `compare`, in reading order.
+PAIR_COLUMNS = [
+    *("pair", "tp", "mtp", "max_model_len", "reported_fp16_tokens", "residual_fp16_tokens", "reported_e4m3_tokens"),
+    *("residual_e4m3_tokens", "gain_reported", "gain_limit", "same_pool", "status", "reason", "kind", "source_url"),
+]
+COUNT_COLUMNS = [
+    *("pair", "kv_cache_dtype", "reported_tokens", "model_tokens", "residual_tokens", "blocks", "blocks_per_request"),
+    *(
+        "tokens_per_block",
+        "pool_low_gib",
+        "pool_high_gib",
+        "reported_pool_gib",
+        "status",
+        "reason",
+        "kind",
+        "source_url",
+    ),
+]
 _NAMES = {"16-bit": "fp16", "fp8_e4m3": "e4m3"}
 
 
@@ -38,7 +56,8 @@ def load(path: Path = REPORTED) -> pd.DataFrame:
     Returns:
         DataFrame: pair, device, tp, mtp, prefix_caching, max_model_len (empty where not published), setup_kind
             (`reported`; `inferred`: a field follows from another source or from the fit; `incomplete`; `outside`:
-            another engine), quantity, kv_cache_dtype, value, unit, kind, source, source_url, tolerance_tokens, note.
+            another engine), quantity, kv_cache_dtype, value, unit, kind, source, source_url, tolerance_tokens,
+            note.
     """
     table = pd.read_csv(path, dtype=_NULLABLE | {"tolerance_tokens": "Int64", "value": "float64"})
     text = table.select_dtypes(include="object").columns
@@ -87,7 +106,7 @@ def compare(reported: pd.DataFrame | None = None) -> pd.DataFrame:
     Returns:
         DataFrame: set-up columns, kv_cache_dtype, reported_tokens, model_tokens, residual_tokens (model less
             reported), blocks, blocks_per_request, tokens_per_block, pool_low_gib and pool_high_gib (the pools that
-            give these blocks), reported_pool_gib, kind, source, source_url, status (`skipped`: not determined) and
+            give these blocks), reported_pool_gib, kind, source_url, status (`skipped`: not determined) and
             reason.
     """
     table = load() if reported is None else reported
@@ -173,7 +192,7 @@ def validate(reported: pd.DataFrame | None = None) -> pd.DataFrame:
             "status": next((status for status in ("failed", "skipped") if status in statuses), "passed"),
             "reason": "; ".join(dict.fromkeys(filter(None, own["reason"]))) or "",
         }
-        row |= {column: ", ".join(dict.fromkeys(sources[column])) for column in _SOURCE}
+        row |= {column: ", ".join(dict.fromkeys(sources[column])) for column in ["source", *_SOURCE]}
         if own.empty:
             row["reason"] = f"not determined: {first['note']}"
         if row["status"] != "skipped":
@@ -195,7 +214,7 @@ def layout_checks(reported: pd.DataFrame | None = None) -> pd.DataFrame:
     """Sets published sizes of states and blocks, and published block counts, against the model, one row a figure.
 
     Returns:
-        DataFrame: pair, quantity, kv_cache_dtype, reported, model, unit, kind, source, source_url, status, reason.
+        DataFrame: pair, quantity, kv_cache_dtype, reported, model, unit, kind, source_url, status, reason.
     """
     table = load() if reported is None else reported
     counts = compare(table)
@@ -212,8 +231,9 @@ def layout_checks(reported: pd.DataFrame | None = None) -> pd.DataFrame:
         }[figure["quantity"]]
         agrees = model == int(figure["value"])
         rows.append(
-            {column: figure[column] for column in ["pair", "quantity", "kv_cache_dtype", "unit", "kind", *_SOURCE]}
+            {column: figure[column] for column in ["pair", "quantity", "kv_cache_dtype", "unit"]}
             | {"reported": int(figure["value"]), "model": model}
+            | {column: figure[column] for column in ["kind", *_SOURCE]}
             | {"status": "passed" if agrees else "failed", "reason": "" if agrees else "the model gives another value"}
         )
     return pd.DataFrame(rows).astype({"model": "int64"})
@@ -256,7 +276,7 @@ def request_counts(cells: pd.DataFrame, reported: pd.DataFrame | None = None, re
         repeats: scored rounds of a cell.
 
     Returns:
-        DataFrame: pool, kv_cache_dtype, quantity (`cells`, `requests`), model, reported, source, source_url, kind,
+        DataFrame: pool, kv_cache_dtype, quantity (`cells`, `requests`), model, reported, source_url, kind,
             status (`failed`: the published count is another) and reason.
     """
     table = load() if reported is None else reported
@@ -268,7 +288,6 @@ def request_counts(cells: pd.DataFrame, reported: pd.DataFrame | None = None, re
             if found.empty:
                 row |= {
                     "reported": pd.NA,
-                    "source": "",
                     "source_url": "",
                     "status": "skipped",
                     "reason": "not published",
@@ -290,7 +309,7 @@ def workspace_steps(before: str, after: str, reported: pd.DataFrame | None = Non
 
     Returns:
         DataFrame: quantity, low_mib, high_mib (equal where exact; the open interval that the token counts allow for
-            the growth), reported_mib, kind, source, source_url, status, reason.
+            the growth), reported_mib, kind, source_url, status, reason.
     """
     table = load() if reported is None else reported
     exact = topk_workspace_bytes()
@@ -359,7 +378,7 @@ def two_number_model(reported: pd.DataFrame | None = None) -> pd.DataFrame:
 
     Returns:
         DataFrame: pair, gain_reported, kv_bytes_per_token, constant_bytes_per_token, index_bytes_per_token, kind,
-            source, source_url, status, reason.
+            source_url, status, reason.
     """
     table = validate(reported)
     rows = []

@@ -59,16 +59,10 @@ def optional(dtype: str) -> pa.Column:
     return pa.Column(dtype, nullable=True)
 
 
-_PUBLISHED = {"kind": label("reported", "derived"), "source": label(), "source_url": label()}
+_PUBLISHED = {"kind": label("reported", "derived"), "source_url": label()}
 _DERIVED = {"kind": label("derived")}
 _KV_CACHE_DTYPE = {"kv_cache_dtype": label("auto", "float16", "bfloat16", "fp8_e4m3")}
 _SERVING = {"tp": count(1), "mtp": count(), "prefix_caching": pa.Column(bool), "max_model_len": count(1)}
-_PUBLISHED_SETUP = {
-    "pair": label(),
-    "device": label(),
-    **{name: optional("boolean" if name == "prefix_caching" else "Int64") for name in _SERVING},
-    "setup_kind": label("reported", "inferred", "incomplete", "outside"),
-}
 
 _LATENCY_UNIT = {"stage": label(), "workload": label(), "code_path": label("device", "sm_70")}
 _LATENCY_CELL = {**_LATENCY_UNIT, "cache_state": label("cold", "hot")}
@@ -102,8 +96,8 @@ _BOUNDS = ("bound_cycles_per_tile", "blocks_per_sm", "warps_per_sm", "bound_us")
 SCHEMAS: dict[str, pa.DataFrameSchema] = {
     "capacity_block_sizes": schema(
         {
-            **{name: count() for name in ("tp", "mtp", "state_bytes", "page_bytes", "block_tokens", "block_bytes")},
-            **_KV_CACHE_DTYPE,
+            **{name: count() for name in ("tp", "mtp", "state_bytes")},
+            **{f"block_{unit}_{width}": count(1) for unit in ("tokens", "bytes") for width in ("fp16", "e4m3")},
             **_DERIVED,
         }
     ),
@@ -117,13 +111,15 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
     ),
     "capacity_pairs": schema(
         {
-            **_PUBLISHED_SETUP,
+            "pair": label(),
+            **{name: optional("Int64") for name in ("tp", "mtp", "max_model_len")},
             **{
                 f"{quantity}_{width}_tokens": optional("Int64")
-                for quantity in ("reported", "model", "residual")
+                for quantity in ("reported", "residual")
                 for width in ("fp16", "e4m3")
             },
-            **{name: number() for name in ("gain_reported", "gain_model", "gain_limit")},
+            "gain_reported": number(),
+            "gain_limit": number(),
             "same_pool": optional("boolean"),
             **_PUBLISHED,
         },
@@ -131,7 +127,7 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
     ),
     "capacity_pools": schema(
         {
-            **_PUBLISHED_SETUP,
+            "pair": label(),
             **_KV_CACHE_DTYPE,
             "reported_tokens": count(1),
             **{name: optional("Int64") for name in ("model_tokens", "residual_tokens", "blocks", "blocks_per_request")},

@@ -211,5 +211,5 @@ def blocks(as_json: Json = False) -> None:
     if as_json:
         _print_json({"blocks": _records(frame)})
         return
-    columns = ["tp", "mtp", "kv_cache_dtype", "state_bytes", "block_tokens", "page_bytes", "block_bytes"]
+    columns = [column for column in frame.columns if column not in ("kind", "status", "reason")]
     _print_table("Smallest multiple of 16 tokens whose page holds one state", columns, _rows(frame, columns))
