@@ -58,8 +58,44 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
+class KernelCall:
+    """One kernel launch, ready to be made.
+
+    Args:
+        function (triton.JITFunction): the kernel.
+        grid (tuple[int, int, int]): programs along each axis.
+        arguments (dict[str, Any]): tensors, numbers and None, by argument name.
+        constants (dict[str, Any]): value of every compile-time constant.
+        num_warps (int): warps a program.
+        num_stages (int): software pipelining depth.
+    """
+
+    function: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    def run(self) -> None:
+        """Launch through Triton on the current device, or interpret."""
+        self.function[self.grid](
+            **self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
+        )
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A validated call of the operator with its buffers: run `kernels` in order, then read `out` and `lse`."""
+
+    kernels: tuple[KernelCall, ...]
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class _Plan:
-    """Everything about a call that does not depend on the data."""
+    """Everything about a call that does not depend on the tensors."""
 
     contraction: str
     constants: dict[str, Any]
@@ -134,16 +170,63 @@ def sparse_paged_attention(
     Source:
         1CatAI/1Cat-vLLM#447 (the operator), #452 (bitcast decoder), #453 (hoisted scales).
     """
+    call = prepare(
+        q,
+        k_cache,
+        v_cache,
+        logical_indices,
+        block_table,
+        token_to_req,
+        kv_cache_dtype=kv_cache_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scale_placement=scale_placement,
+        decoder=decoder,
+        contraction=contraction,
+        num_splits=num_splits,
+        launch_profile=launch_profile,
+        out=out,
+        return_lse=return_lse,
+    )
+    for kernel in call.kernels:
+        kernel.run()
+    return call.out if call.lse is None else (call.out, call.lse)
+
+
+def prepare(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    logical_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    token_to_req: torch.Tensor,
+    *,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | torch.Tensor = 1.0,
+    v_scale: float | torch.Tensor = 1.0,
+    scale_placement: str = "hoisted",
+    decoder: str = "auto",
+    contraction: str = "auto",
+    num_splits: int | None = None,
+    launch_profile: str | LaunchConfig | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    capability: Capability | None = None,
+) -> PreparedCall:
+    """`sparse_paged_attention` up to its launches, for callers that launch by other means.
+
+    Args:
+        capability (tuple[int, int] | None): plan for this compute capability in place of the device's.
+        q, k_cache, v_cache, logical_indices, block_table, token_to_req, kv_cache_dtype, k_scale, v_scale, scale_placement,
+            decoder, contraction, num_splits, launch_profile, out, return_lse: as for `sparse_paged_attention`.
+    """
     k_factor, v_factor = _validate(
         q, k_cache, v_cache, logical_indices, block_table, token_to_req, kv_cache_dtype, k_scale, v_scale, out
     )
     rows, q_heads, head_dim = q.shape
     topk = logical_indices.shape[1]
-    result = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    lse = torch.empty(rows, q_heads, dtype=torch.float32, device=q.device) if return_lse else None
-    capability = device_capability(q.device)
     plan = _plan(
-        capability=capability,
+        capability=capability or device_capability(q.device),
         rows=rows,
         q_heads=q_heads,
         kv_heads=k_cache.shape[2],
@@ -158,15 +241,17 @@ def sparse_paged_attention(
         num_splits=num_splits,
         launch_profile=launch_profile,
     )
-    if rows and topk and block_table.numel() and k_cache.numel():
-        _launch(
-            plan, q, k_cache, v_cache, logical_indices, block_table, token_to_req, k_factor, v_factor, result, lse
-        )
-    else:
+    result = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    lse = torch.empty(rows, q_heads, dtype=torch.float32, device=q.device) if return_lse else None
+    if not (rows and topk and block_table.numel() and k_cache.numel()):
         result.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
-    return result if lse is None else (result, lse)
+        return PreparedCall((), result, lse)
+    kernels = _kernel_calls(
+        plan, q, k_cache, v_cache, logical_indices, block_table, token_to_req, k_factor, v_factor, result, lse
+    )
+    return PreparedCall(kernels, result, lse)
 
 
 def device_capability(device: torch.device) -> Capability | None:
@@ -306,7 +391,6 @@ def kernel_spec(
         contraction=arm.contraction,
         num_splits=None,
         launch_profile=config,
-        assembly=True,
     )
     activation = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
     cache = {"none": activation, "native": "*fp8e4nv"}.get(plan.constants["DECODER"], "*u8")
@@ -357,7 +441,6 @@ def _plan(
     contraction: str,
     num_splits: int | None,
     launch_profile: str | LaunchConfig | None,
-    assembly: bool | None = None,
 ) -> _Plan:
     decoder, contraction = resolve_options(
         capability,
@@ -380,8 +463,6 @@ def _plan(
         contraction=contraction,
         num_splits=num_splits,
     )
-    if decoder == "packed" and (capability is not None if assembly is None else assembly):
-        decoder = "packed_assembly"
     group = q_heads // kv_heads
     constants: dict[str, Any] = {
         "TOPK": topk,
@@ -389,9 +470,10 @@ def _plan(
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_N": config.block_n,
-        "NUM_SPLITS": config.num_splits,
+        "SPLIT": config.num_splits > 1,
         "DECODER": decoder,
         "HOISTED": scale_placement == "hoisted",
+        "ASSEMBLY": capability is not None,
     }
     if contraction == "vector":
         heads = launch.heads_per_program(group, quantised=quantised)
@@ -401,7 +483,7 @@ def _plan(
     return _Plan(contraction, constants | {"BLOCK_M": launch.padded_group(group)}, config, kv_heads)
 
 
-def _launch(
+def _kernel_calls(
     plan: _Plan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -413,70 +495,83 @@ def _launch(
     v_scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-) -> None:
+) -> tuple[KernelCall, ...]:
     rows, q_heads, head_dim = q.shape
     splits = plan.config.num_splits
     if splits > 1:
         partial_out = torch.empty(splits, rows, q_heads, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(splits, rows, q_heads, dtype=torch.float32, device=q.device)
     else:
-        partial_out = partial_lse = out  # never touched
+        partial_out = partial_lse = torch.empty(0, dtype=torch.float32, device=q.device)
     if plan.constants["DECODER"] != "none":
         stored_as = torch.float8_e4m3fn if plan.constants["DECODER"] == "native" else torch.uint8
         k_cache, v_cache = k_cache.view(stored_as), v_cache.view(stored_as)
-    plan.function[(rows, plan.programs_per_row, splits)](
-        q_ptr=q,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        indices_ptr=logical_indices,
-        block_table_ptr=block_table,
-        token_to_req_ptr=token_to_req,
-        out_ptr=out,
-        lse_ptr=lse,
-        partial_out_ptr=partial_out,
-        partial_lse_ptr=partial_lse,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        num_rows=rows,
-        num_q_heads=q_heads,
-        num_requests=block_table.shape[0],
-        pages_per_request=block_table.shape[1],
-        num_pages=k_cache.shape[0],
-        q_row_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        k_page_stride=k_cache.stride(0),
-        k_slot_stride=k_cache.stride(1),
-        k_head_stride=k_cache.stride(2),
-        v_page_stride=v_cache.stride(0),
-        v_slot_stride=v_cache.stride(1),
-        v_head_stride=v_cache.stride(2),
-        indices_row_stride=logical_indices.stride(0),
-        block_table_stride=block_table.stride(0),
-        out_row_stride=out.stride(0),
-        out_head_stride=out.stride(1),
-        num_warps=plan.config.num_warps,
-        num_stages=plan.config.num_stages,
-        **plan.constants,
+    attend = KernelCall(
+        plan.function,
+        (rows, plan.programs_per_row, splits),
+        {
+            "q_ptr": q,
+            "k_cache_ptr": k_cache,
+            "v_cache_ptr": v_cache,
+            "indices_ptr": logical_indices,
+            "block_table_ptr": block_table,
+            "token_to_req_ptr": token_to_req,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "partial_out_ptr": partial_out,
+            "partial_lse_ptr": partial_lse,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "num_rows": rows,
+            "num_splits": splits,
+            "num_q_heads": q_heads,
+            "num_requests": block_table.shape[0],
+            "pages_per_request": block_table.shape[1],
+            "num_pages": k_cache.shape[0],
+            "q_row_stride": q.stride(0),
+            "q_head_stride": q.stride(1),
+            "k_page_stride": k_cache.stride(0),
+            "k_slot_stride": k_cache.stride(1),
+            "k_head_stride": k_cache.stride(2),
+            "v_page_stride": v_cache.stride(0),
+            "v_slot_stride": v_cache.stride(1),
+            "v_head_stride": v_cache.stride(2),
+            "indices_row_stride": logical_indices.stride(0),
+            "block_table_stride": block_table.stride(0),
+            "out_row_stride": out.stride(0),
+            "out_head_stride": out.stride(1),
+        },
+        plan.constants,
+        plan.config.num_warps,
+        plan.config.num_stages,
     )
-    if splits > 1:
-        merge_splits[(rows, q_heads)](
-            partial_out_ptr=partial_out,
-            partial_lse_ptr=partial_lse,
-            out_ptr=out,
-            lse_ptr=lse,
-            v_scale=v_scale,
-            num_rows=rows,
-            num_q_heads=q_heads,
-            out_row_stride=out.stride(0),
-            out_head_stride=out.stride(1),
-            HEAD_DIM=head_dim,
-            NUM_SPLITS=splits,
-            STEP=min(_MERGE_STEP, triton.next_power_of_2(splits)),
-            DECODER=plan.constants["DECODER"],
-            HOISTED=plan.constants["HOISTED"],
-            num_warps=4,
-            num_stages=1,
-        )
+    if splits == 1:
+        return (attend,)
+    merge = KernelCall(
+        merge_splits,
+        (rows, q_heads, 1),
+        {
+            "partial_out_ptr": partial_out,
+            "partial_lse_ptr": partial_lse,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "v_scale": v_scale,
+            "num_rows": rows,
+            "num_q_heads": q_heads,
+            "out_row_stride": out.stride(0),
+            "out_head_stride": out.stride(1),
+        },
+        {
+            "HEAD_DIM": head_dim,
+            "NUM_SPLITS": splits,
+            "STEP": min(_MERGE_STEP, triton.next_power_of_2(splits)),
+            "DECODER": plan.constants["DECODER"],
+            "HOISTED": plan.constants["HOISTED"],
+        },
+        num_warps=4,
+        num_stages=1,
+    )
+    return (attend, merge)
 
 
 def _validate(

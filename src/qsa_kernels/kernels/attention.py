@@ -4,11 +4,17 @@ import triton
 import triton.language as tl
 
 from .decode import decode_tile
-from .paging import count_tiles_in_use, locate_tokens
+from .paging import count_tiles_in_use, locate_tokens, uniform
 from .scaling import divisor, log_sum_exp, output_factor, softmax_factor
 
-# Start of the running maximum: finite, so that a tile without valid tokens gives exp2(finite) and not NaN.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Score of a token without weight, and a start of the running maximum so far above it that their difference gives a weight
+# of exactly zero even where a tile has no valid token. Both are finite, since -inf - -inf is NaN.
+LOWEST = tl.constexpr(-3.0e38)
+MAXIMUM_START = tl.constexpr(-1.0e38)
+
+
+# Sizes that change from call to call in a server; specialised on their value they would each need a compilation.
+SIZES = ("num_rows", "num_requests", "pages_per_request", "num_pages", "block_table_stride")
 
 
 @triton.jit
@@ -30,12 +36,12 @@ def store_result(
     out_row_stride,
     out_head_stride,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DECODER: tl.constexpr,
     HOISTED: tl.constexpr,
 ):
     """Write normalised heads: the scaled output where there is one split, else an FP32 partial, unscaled."""
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         scaled = result * output_factor(v_scale, DECODER, HOISTED)
         places = row * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
         tl.store(out_ptr + places, scaled.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
@@ -47,7 +53,7 @@ def store_result(
         tl.store(partial_lse_ptr + cells, lse, mask=in_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attend_with_dot(
     q_ptr,  # [rows, q_heads, head_dim]
     k_cache_ptr,  # [pages, page_size, kv_heads, head_dim]
@@ -62,6 +68,7 @@ def attend_with_dot(
     k_scale,
     v_scale,
     num_rows,
+    num_splits,
     num_q_heads,
     num_requests,
     pages_per_request,
@@ -84,9 +91,10 @@ def attend_with_dot(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DECODER: tl.constexpr,
     HOISTED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
     """One split of one row and KV head: both products through `tl.dot`, probabilities in the operand type."""
     row = tl.program_id(0).to(tl.int64)
@@ -102,7 +110,7 @@ def attend_with_dot(
         q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + dims[None, :], mask=in_group[:, None], other=0.0
     )
     factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
-    running_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    running_max = tl.full((BLOCK_M,), MAXIMUM_START, tl.float32)
     normaliser = tl.zeros((BLOCK_M,), tl.float32)
     accumulator = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
 
@@ -110,7 +118,7 @@ def attend_with_dot(
     row_indices_ptr = indices_ptr + row * indices_row_stride
     tiles = 0
     if (request >= 0) & (request < num_requests):
-        tiles = count_tiles_in_use(row_indices_ptr, split, TOPK, BLOCK_N, NUM_SPLITS)
+        tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
     row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
@@ -119,7 +127,7 @@ def attend_with_dot(
         page, slot, valid = locate_tokens(
             row_indices_ptr,
             row_table_ptr,
-            (split + tile * NUM_SPLITS) * BLOCK_N + lanes,
+            (split + tile * num_splits) * BLOCK_N + lanes,
             pages_per_request,
             num_pages,
             TOPK,
@@ -129,15 +137,14 @@ def attend_with_dot(
         v_places = page * v_page_stride + slot * v_slot_stride
         k = tl.load(k_head_ptr + k_places[None, :] + dims[:, None], mask=valid[None, :], other=0)
         v = tl.load(v_head_ptr + v_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
-        k = decode_tile(k, k_scale, DECODER, HOISTED, q.dtype)
-        v = decode_tile(v, v_scale, DECODER, HOISTED, q.dtype)
+        k = decode_tile(k, k_scale, DECODER, HOISTED, ASSEMBLY, q.dtype)
+        v = decode_tile(v, v_scale, DECODER, HOISTED, ASSEMBLY, q.dtype)
 
         scores = tl.dot(q, k, out_dtype=tl.float32) * factor
         scores = tl.where(valid[None, :], scores, LOWEST)
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         decay = tl.math.exp2(running_max - new_max)
-        # a token without weight must have none even where the whole tile is invalid
-        probabilities = tl.where(valid[None, :], tl.math.exp2(scores - new_max[:, None]), 0.0)
+        probabilities = tl.math.exp2(scores - new_max[:, None])
         normaliser = normaliser * decay + tl.sum(probabilities, axis=1)
         accumulator = tl.dot(probabilities.to(q.dtype), v, accumulator * decay[:, None], out_dtype=tl.float32)
         running_max = new_max
@@ -160,13 +167,13 @@ def attend_with_dot(
         out_row_stride,
         out_head_stride,
         HEAD_DIM,
-        NUM_SPLITS,
+        SPLIT,
         DECODER,
         HOISTED,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attend_with_vector(
     q_ptr,  # [rows, q_heads, head_dim]
     k_cache_ptr,  # [pages, page_size, kv_heads, head_dim]
@@ -181,6 +188,7 @@ def attend_with_vector(
     k_scale,
     v_scale,
     num_rows,
+    num_splits,
     num_q_heads,
     num_requests,
     pages_per_request,
@@ -203,23 +211,26 @@ def attend_with_vector(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DECODER: tl.constexpr,
     HOISTED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
     """One split of one row and up to BLOCK_M heads of a group: products and sums in registers, probabilities in FP32.
 
-    SPREAD is the number of tokens that the layout of a loaded tile spreads over threads; each head keeps that many partial
-    outputs, so that the sum over a tile's tokens never leaves a thread.
+    SPREAD is the number of tokens that one 16-byte load a thread covers. A tile is read SPREAD tokens at a time, and each of
+    those places keeps a softmax state and a partial output of its own per head, merged once after the loop: only the sum of a
+    score over the head dimension crosses threads.
     """
-    CHUNKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    PROGRAMS_PER_GROUP: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    STEPS: tl.constexpr = BLOCK_N // SPREAD
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1) // CHUNKS
-    first_member = tl.program_id(1) % CHUNKS * BLOCK_M
+    kv_head = tl.program_id(1) // PROGRAMS_PER_GROUP
+    first_member = tl.program_id(1) % PROGRAMS_PER_GROUP * BLOCK_M
     split = tl.program_id(2)
     dims = tl.arange(0, HEAD_DIM)
-    lanes = tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, SPREAD)
 
     factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
     queries = ()
@@ -231,55 +242,85 @@ def attend_with_vector(
         in_group = first_member + member < GROUP
         q = tl.load(q_ptr + row * q_row_stride + head * q_head_stride + dims, mask=in_group, other=0.0)
         queries = queries + (q.to(tl.float32) * factor,)
-        running_max = running_max + (tl.full((), LOWEST, tl.float32),)
-        normaliser = normaliser + (tl.zeros((BLOCK_N,), tl.float32),)
+        running_max = running_max + (tl.full((SPREAD,), MAXIMUM_START, tl.float32),)
+        normaliser = normaliser + (tl.zeros((SPREAD,), tl.float32),)
         accumulator = accumulator + (tl.zeros((SPREAD, HEAD_DIM), tl.float32),)
 
     request = tl.load(token_to_req_ptr + row)
     row_indices_ptr = indices_ptr + row * indices_row_stride
     tiles = 0
     if (request >= 0) & (request < num_requests):
-        tiles = count_tiles_in_use(row_indices_ptr, split, TOPK, BLOCK_N, NUM_SPLITS)
+        tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
     row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
     for tile in range(0, tiles):
-        page, slot, valid = locate_tokens(
-            row_indices_ptr,
-            row_table_ptr,
-            (split + tile * NUM_SPLITS) * BLOCK_N + lanes,
-            pages_per_request,
-            num_pages,
-            TOPK,
-            PAGE_SIZE,
-        )
-        k_places = page * k_page_stride + slot * k_slot_stride
-        v_places = page * v_page_stride + slot * v_slot_stride
-        k = tl.load(k_head_ptr + k_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
-        v = tl.load(v_head_ptr + v_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
-        k = decode_tile(k, k_scale, DECODER, HOISTED, tl.float32)
-        v = decode_tile(v, v_scale, DECODER, HOISTED, tl.float32)
+        keys = ()
+        values = ()
+        in_use = ()
+        for step in tl.static_range(STEPS):
+            page, slot, valid = locate_tokens(
+                row_indices_ptr,
+                row_table_ptr,
+                (split + tile * num_splits) * BLOCK_N + step * SPREAD + lanes,
+                pages_per_request,
+                num_pages,
+                TOPK,
+                PAGE_SIZE,
+            )
+            k_places = page * k_page_stride + slot * k_slot_stride
+            v_places = page * v_page_stride + slot * v_slot_stride
+            k = tl.load(k_head_ptr + k_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
+            v = tl.load(v_head_ptr + v_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
+            keys = keys + (k,)
+            values = values + (v,)
+            in_use = in_use + (valid,)
 
-        next_max = ()
-        next_normaliser = ()
-        next_accumulator = ()
+        scores = ()
+        peak = running_max
+        for step in tl.static_range(STEPS):
+            k = decode_tile(keys[step], k_scale, DECODER, HOISTED, ASSEMBLY, tl.float32)
+            step_scores = ()
+            step_peak = ()
+            for member in tl.static_range(BLOCK_M):
+                score = tl.where(in_use[step], tl.sum(k * queries[member][None, :], axis=1), LOWEST)
+                step_scores = step_scores + (score,)
+                step_peak = step_peak + (tl.maximum(peak[member], score),)
+            scores = scores + (step_scores,)
+            peak = step_peak
+
+        # decay by a factor of exactly one is skipped: after the first tiles of a row a new maximum is rare
+        grown = tl.zeros((SPREAD,), tl.int32)
         for member in tl.static_range(BLOCK_M):
-            scores = tl.where(valid, tl.sum(k * queries[member][None, :], axis=1), LOWEST)
-            new_max = tl.maximum(running_max[member], tl.max(scores, axis=0))
-            decay = tl.math.exp2(running_max[member] - new_max)
-            probabilities = tl.where(valid, tl.math.exp2(scores - new_max), 0.0)
-            weighted = tl.reshape(probabilities[:, None] * v, (BLOCK_N // SPREAD, SPREAD, HEAD_DIM))
-            next_max = next_max + (new_max,)
-            next_normaliser = next_normaliser + (normaliser[member] * decay + probabilities,)
-            next_accumulator = next_accumulator + (accumulator[member] * decay + tl.sum(weighted, axis=0),)
-        running_max = next_max
-        normaliser = next_normaliser
-        accumulator = next_accumulator
+            grown |= (peak[member] > running_max[member]).to(tl.int32)
+        if uniform(tl.max(grown, axis=0), ASSEMBLY) != 0:
+            decayed_normaliser = ()
+            decayed_accumulator = ()
+            for member in tl.static_range(BLOCK_M):
+                decay = tl.math.exp2(running_max[member] - peak[member])
+                decayed_normaliser = decayed_normaliser + (normaliser[member] * decay,)
+                decayed_accumulator = decayed_accumulator + (accumulator[member] * decay[:, None],)
+            normaliser = decayed_normaliser
+            accumulator = decayed_accumulator
+        running_max = peak
+
+        for step in tl.static_range(STEPS):
+            v = decode_tile(values[step], v_scale, DECODER, HOISTED, ASSEMBLY, tl.float32)
+            next_normaliser = ()
+            next_accumulator = ()
+            for member in tl.static_range(BLOCK_M):
+                weight = tl.math.exp2(scores[step][member] - running_max[member])
+                next_normaliser = next_normaliser + (normaliser[member] + weight,)
+                next_accumulator = next_accumulator + (accumulator[member] + weight[:, None] * v,)
+            normaliser = next_normaliser
+            accumulator = next_accumulator
 
     for member in tl.static_range(BLOCK_M):
-        total = tl.sum(normaliser[member], axis=0)
-        summed = tl.sum(accumulator[member], axis=0)
+        highest = tl.max(running_max[member], axis=0)
+        share = tl.math.exp2(running_max[member] - highest)
+        total = tl.sum(normaliser[member] * share, axis=0)
+        summed = tl.sum(accumulator[member] * share[:, None], axis=0)
         one = tl.arange(0, 1)
         store_result(
             out_ptr,
@@ -287,7 +328,7 @@ def attend_with_vector(
             partial_out_ptr,
             partial_lse_ptr,
             (summed / divisor(total))[None, :],
-            log_sum_exp(running_max[member], total) + tl.zeros((1,), tl.float32),
+            log_sum_exp(highest, total) + tl.zeros((1,), tl.float32),
             v_scale,
             kv_head * GROUP + first_member + member + one,
             dims,
@@ -299,7 +340,7 @@ def attend_with_vector(
             out_row_stride,
             out_head_stride,
             HEAD_DIM,
-            NUM_SPLITS,
+            SPLIT,
             DECODER,
             HOISTED,
         )

@@ -9,23 +9,25 @@ def decode_exp2(codes):
     """FP32 values of uint8 codes, the power of two computed with a real exp2."""
     code = codes.to(tl.int32)
     exponent = (code >> 3) & 0xF
-    mantissa = (code & 0x7).to(tl.float32)
-    normal = (1.0 + mantissa * 0.125) * tl.math.exp2((exponent - 7).to(tl.float32))
-    magnitude = tl.where(exponent == 0, mantissa * 0.001953125, normal)
-    value = tl.where((code & 0x80) != 0, -magnitude, magnitude)
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    mantissa = code & 0x7
+    sign = tl.where((code & 0x80) != 0, -1.0, 1.0)
+    normal = (1.0 + mantissa.to(tl.float32) * 0.125) * tl.math.exp2((exponent - 7).to(tl.float32)) * sign
+    subnormal = mantissa.to(tl.float32) * 0.001953125 * sign
+    value = tl.where(exponent == 0, subnormal, normal)
+    return tl.where((exponent == 0xF) & (mantissa == 0x7), float("nan"), value)
 
 
 @triton.jit
 def decode_bitcast(codes):
     """FP32 values of uint8 codes, the IEEE word of a normal number assembled from its fields."""
     code = codes.to(tl.int32)
-    sign = (code & 0x80) << 24
-    normal = (sign | (((code & 0x7F) + (120 << 3)) << 20)).to(tl.float32, bitcast=True)
-    magnitude = (code & 0x7).to(tl.float32) * 0.001953125
-    subnormal = (sign | magnitude.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    value = tl.where((code & 0x78) == 0, subnormal, normal)
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    exponent = (code >> 3) & 0xF
+    mantissa = code & 0x7
+    sign = tl.where((code & 0x80) != 0, -1.0, 1.0)
+    word = ((code & 0x80) << 24) | ((exponent + 120) << 23) | (mantissa << 20)
+    subnormal = mantissa.to(tl.float32) * 0.001953125 * sign
+    value = tl.where(exponent == 0, subnormal, word.to(tl.float32, bitcast=True))
+    return tl.where((exponent == 0xF) & (mantissa == 0x7), float("nan"), value)
 
 
 @triton.jit
@@ -70,22 +72,25 @@ def decode_packed_assembly(codes):
 
 
 @triton.jit
-def decode_unscaled(codes, DECODER: tl.constexpr):
+def decode_unscaled(codes, DECODER: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Values of a tile of codes before any scale; `packed` gives them times 2^-8."""
     if DECODER == "exp2":
         return decode_exp2(codes)
     elif DECODER == "bitcast":
         return decode_bitcast(codes)
     elif DECODER == "packed":
-        return decode_packed(codes)
-    elif DECODER == "packed_assembly":
-        return decode_packed_assembly(codes)
+        if ASSEMBLY:
+            return decode_packed_assembly(codes)
+        else:
+            return decode_packed(codes)
     else:
         return codes.to(tl.float16)
 
 
 @triton.jit
-def decode_tile(tile, scale, DECODER: tl.constexpr, HOISTED: tl.constexpr, OPERAND: tl.constexpr):
+def decode_tile(
+    tile, scale, DECODER: tl.constexpr, HOISTED: tl.constexpr, ASSEMBLY: tl.constexpr, OPERAND: tl.constexpr
+):
     """A loaded K or V tile as operands of the contraction.
 
     A decoder of "none" is an unquantised cache. Before hoisting, the scale multiplies every element in FP32 ahead of the cast.
@@ -93,6 +98,6 @@ def decode_tile(tile, scale, DECODER: tl.constexpr, HOISTED: tl.constexpr, OPERA
     if DECODER == "none":
         return tile.to(OPERAND)
     elif HOISTED:
-        return decode_unscaled(tile, DECODER).to(OPERAND)
+        return decode_unscaled(tile, DECODER, ASSEMBLY).to(OPERAND)
     else:
-        return (decode_unscaled(tile, DECODER) * scale).to(OPERAND)
+        return (decode_unscaled(tile, DECODER, ASSEMBLY) * scale).to(OPERAND)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The packed decoders give values times 2^-8.
+# The packed decoder gives values times 2^-8.
 PACKED_FACTOR = tl.constexpr(256.0)
 
 
@@ -13,7 +13,7 @@ def softmax_factor(k_scale, HEAD_DIM: tl.constexpr, DECODER: tl.constexpr, HOIST
     """What turns a raw dot product into a score in log2 units."""
     if DECODER == "none" or not HOISTED:
         return HEAD_DIM**-0.5 * LOG2_E
-    elif DECODER == "packed" or DECODER == "packed_assembly":
+    elif DECODER == "packed":
         return HEAD_DIM**-0.5 * LOG2_E * k_scale * PACKED_FACTOR
     else:
         return HEAD_DIM**-0.5 * LOG2_E * k_scale
@@ -24,7 +24,7 @@ def output_factor(v_scale, DECODER: tl.constexpr, HOISTED: tl.constexpr):
     """What multiplies a normalised output element, once, after any merge."""
     if DECODER == "none" or not HOISTED:
         return 1.0
-    elif DECODER == "packed" or DECODER == "packed_assembly":
+    elif DECODER == "packed":
         return v_scale * PACKED_FACTOR
     else:
         return v_scale
