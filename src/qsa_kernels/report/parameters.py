@@ -20,6 +20,16 @@ class ChapterParameters(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class CalibrationParameters(ChapterParameters):
+    """How much text is seen, and on which texts the scales are judged."""
+
+    tokens: Annotated[int, Field(ge=64, le=8192)]
+    similar_text: str
+    second_text: str
+    kernel_layer: Annotated[int, Field(ge=0)]
+    kernel_topk: Annotated[int, Field(ge=1)]
+
+
 class CapacityParameters(ChapterParameters):
     """The deployment of the reader; what the capacity model does not cover is refused with its reason."""
 
@@ -74,6 +84,7 @@ class LatencyParameters(ChapterParameters):
 
 
 PARAMETERS: dict[str, type[ChapterParameters]] = {
+    "calibration": CalibrationParameters,
     "capacity": CapacityParameters,
     "codegen": CodegenParameters,
     "environment": EnvironmentParameters,

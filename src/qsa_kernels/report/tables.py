@@ -93,7 +93,94 @@ _KERNEL_SIZES = (
 )
 _BOUNDS = ("bound_cycles_per_tile", "blocks_per_sm", "warps_per_sm", "bound_us")
 
+_KIND = label("k", "v")
+_CHOICE = label("calibrated", "unit", "double", "half", "p99.9", "exchanged")
+
 SCHEMAS: dict[str, pa.DataFrameSchema] = {
+    "calibration_attention": schema(
+        {
+            "text": label(),
+            "layer": count(),
+            "choice": _CHOICE,
+            **{name: number() for name in ("rms_relative", "cosine_distance", "max_abs")},
+        },
+        measured=["rms_relative"],
+    ),
+    "calibration_choices": schema(
+        {
+            "text": label(),
+            "choice": _CHOICE,
+            **{name: number() for name in ("geometric_mean_ratio", "smallest_ratio", "largest_ratio")},
+            "layers_better": count(),
+            "layers": count(1),
+            "median_rms_relative": number(),
+        },
+        measured=["geometric_mean_ratio"],
+    ),
+    "calibration_code_use": schema(
+        {
+            "text": label(),
+            "layer": count(),
+            "kind": _KIND,
+            "choice": _CHOICE,
+            **{name: number() for name in ("share_below_normal", "share_saturated", "rms_relative")},
+        },
+        measured=["rms_relative"],
+    ),
+    "calibration_example": schema(
+        {"layer": count(), "kind": _KIND, **{name: number(pa.Check.gt(0)) for name in ("scale", "envelope")}},
+        measured=["scale"],
+    ),
+    "calibration_kernel": schema(
+        {
+            "case": label(),
+            "topk": count(1),
+            "arm": label(),
+            "mode": label("single", "split"),
+            "num_splits": count(1),
+            **{name: number() for name in ("max_abs", "rms_relative", "budget_max_abs", "budget_rms_relative")},
+        },
+        measured=["rms_relative"],
+    ),
+    "calibration_repeat": schema(
+        {"layer": count(), "kind": _KIND, **{name: number(pa.Check.gt(0)) for name in ("first_scale", "second_scale")}},
+    ),
+    "calibration_saturation": schema(
+        {
+            "text": label(),
+            "role": label("calibration", "evaluation"),
+            "content": label(),
+            "layer": count(),
+            "kind": _KIND,
+            "codes": count(1),
+            "saturated_codes": count(),
+            "max_over_envelope": number(),
+        },
+    ),
+    "calibration_saturation_by_text": schema(
+        {
+            "text": label(),
+            "role": label("calibration", "evaluation"),
+            "content": label(),
+            "kind": _KIND,
+            "codes": count(1),
+            "saturated_codes": count(),
+            "layers_with_saturation": count(),
+            "max_over_envelope": number(),
+            "saturated_ppm": number(),
+        },
+    ),
+    "calibration_summary": schema(
+        {
+            "layer": count(),
+            "kind": _KIND,
+            **{name: count(1) for name in ("count", "finite_count", "nonzero_count")},
+            **{name: number(pa.Check.gt(0)) for name in ("max_abs", "scale", "p99_9", "p99_99")},
+            "saturation_ratio": number(pa.Check.in_range(0, 1)),
+            **{f"shard_scale_{end}_over_global": number(pa.Check.in_range(0, 1)) for end in ("min", "max")},
+        },
+        measured=["max_abs", "scale"],
+    ),
     "capacity_block_sizes": schema(
         {
             **{name: count() for name in ("tp", "mtp", "state_bytes")},
