@@ -75,7 +75,7 @@ def check_parameters(name: str, values: Mapping[str, Any]) -> ChapterParameters:
 
 
 def _table_html(frame: pd.DataFrame, caption: str, address: str, anchor: str) -> str:
-    """A static table, cut where it is long and without `status` and `reason` where they say nothing; the CSV has all."""
+    """A static table, cut where long, without `status` and `reason` where they say nothing; the CSV has all."""
     silent = [
         column
         for column, word in (("status", "passed"), ("reason", ""))

@@ -6,7 +6,6 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import qsa_kernels
 NOT_AVAILABLE = "not available"
 
 
-@cache
 def root() -> Path:
     """The folder that holds notebooks/, data/ and book/: QSA_ROOT, else the checkout that the package lies in.
 
