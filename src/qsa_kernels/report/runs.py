@@ -470,7 +470,9 @@ def _figure_apart(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     if not shown or "figure" not in cell.metadata.get("mystnb", {}):
         return [cell]
     cell.outputs = [output for output in cell.outputs if output not in shown]
-    rest = nbformat.v4.new_code_cell(id=f"{cell.id}-rest", outputs=shown, metadata={"tags": ["remove-input"]})
+    # A cell without source would be left out of the page with its outputs.
+    rest = nbformat.v4.new_code_cell("# shown with the figure", outputs=shown, metadata={"tags": ["remove-input"]})
+    rest.id = f"{cell.id}-rest"
     return [cell, rest]
 
 
