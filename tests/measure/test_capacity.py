@@ -573,7 +573,15 @@ def test_corner_lengths_hold_every_jump() -> None:
 
 def test_workspace_sharing_matches_the_step_between_the_two_pools() -> None:
     steps = capacity_reported.workspace_steps("awq-r6", "awq-shared-topk").set_index("quantity")
-    assert steps["low_mib"].tolist()[:3] == [769.125, 64.09375, 705.03125]
+    assert steps["low_bytes"].tolist()[:3] == [806_486_016, 67_207_168, 739_278_848]
+    assert steps["reported_mib"].tolist() == ["769.125", "64.094", "705.031", ""]
     growth = steps.iloc[3]
-    assert growth["low_mib"] < 705.03125 < growth["high_mib"]
+    assert growth["low_bytes"] < 739_278_848 < growth["high_bytes"]
     assert (steps["status"] == "passed").all()
+
+
+def test_workspace_of_another_size_fails() -> None:
+    table = capacity_reported.load()
+    table.loc[table["quantity"] == "workspace_freed_mib", "value"] = 704.0
+    steps = capacity_reported.workspace_steps("awq-r6", "awq-shared-topk", table).set_index("quantity")
+    assert steps["status"].tolist() == ["passed", "passed", "failed", "passed"]

@@ -193,7 +193,7 @@ def test_every_number_in_the_prose_is_glued_and_every_table_has_a_schema() -> No
     cells = json.loads((repository.root() / "notebooks/capacity.ipynb").read_text(encoding="utf-8"))["cells"]
     prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     code = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    glued = set(re.findall(r'page\.glue\("(\w+)"', code))
+    glued = set(re.findall(r'page\.glue\(\s*"(\w+)"', code))
     assert set(re.findall(r"\{glue:text\}`(\w+)", prose)) <= glued
     assert {"capacity_gain_reported", "capacity_gain_model", "capacity_gain_asymptote"} <= glued
     assert set(re.findall(r'"(capacity_\w+)"', code)) - glued <= set(tables.SCHEMAS)

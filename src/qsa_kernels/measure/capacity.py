@@ -436,9 +436,10 @@ def plan(
         share_topk_workspace: add the bytes that one shared top-k workspace frees; known for MTP 0 only.
 
     Returns:
-        DataFrame: kv_cache_dtype, the set-up, pool_bytes, block_tokens, block_bytes, blocks, blocks_per_request,
-            bytes_per_token, tokens, requests, gain (tokens over the 16-bit tokens of the same pool), gain_limit,
-            kind, status, reason. A pool that does not hold one request of `max_model_len` tokens has status `failed`.
+        DataFrame: kv_cache_dtype, tokens, requests, gain (tokens over the 16-bit tokens of the same pool),
+            gain_limit, blocks, blocks_per_request, block_tokens, block_bytes, bytes_per_token, pool_bytes,
+            max_model_len, tp, mtp, prefix_caching, kind, status, reason. A pool that does not hold one request of
+            `max_model_len` tokens has status `failed`.
 
     Raises:
         TypeError, ValueError: for anything outside the model, naming the argument.
@@ -458,20 +459,20 @@ def plan(
         rows.append(
             {
                 "kv_cache_dtype": dtype,
-                "tp": tp,
-                "mtp": mtp,
-                "prefix_caching": prefix_caching,
-                "max_model_len": max_model_len,
-                "pool_bytes": pool_bytes,
-                "block_tokens": layout.block_tokens,
-                "block_bytes": layout.block_bytes,
-                "blocks": layout.blocks(pool_bytes),
-                "blocks_per_request": layout.blocks_per_request,
-                "bytes_per_token": layout.bytes_per_token,
                 "tokens": tokens,
                 "requests": layout.requests(pool_bytes),
                 "gain": float(Fraction(tokens, wide_tokens)) if wide_tokens else math.nan,
                 "gain_limit": float(Fraction(deployment.layout("auto").bytes_per_token, layout.bytes_per_token)),
+                "blocks": layout.blocks(pool_bytes),
+                "blocks_per_request": layout.blocks_per_request,
+                "block_tokens": layout.block_tokens,
+                "block_bytes": layout.block_bytes,
+                "bytes_per_token": layout.bytes_per_token,
+                "pool_bytes": pool_bytes,
+                "max_model_len": max_model_len,
+                "tp": tp,
+                "mtp": mtp,
+                "prefix_caching": prefix_caching,
                 "kind": "derived",
                 "status": "passed" if fits else "failed",
                 "reason": ""

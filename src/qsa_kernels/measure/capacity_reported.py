@@ -214,7 +214,7 @@ def layout_checks(reported: pd.DataFrame | None = None) -> pd.DataFrame:
     """Sets published sizes of states and blocks, and published block counts, against the model, one row a figure.
 
     Returns:
-        DataFrame: pair, quantity, kv_cache_dtype, reported, model, unit, kind, source_url, status, reason.
+        DataFrame: pair, quantity, kv_cache_dtype, unit, reported, model, status, reason, kind, source_url.
     """
     table = load() if reported is None else reported
     counts = compare(table)
@@ -233,8 +233,8 @@ def layout_checks(reported: pd.DataFrame | None = None) -> pd.DataFrame:
         rows.append(
             {column: figure[column] for column in ["pair", "quantity", "kv_cache_dtype", "unit"]}
             | {"reported": int(figure["value"]), "model": model}
-            | {column: figure[column] for column in ["kind", *_SOURCE]}
             | {"status": "passed" if agrees else "failed", "reason": "" if agrees else "the model gives another value"}
+            | {column: figure[column] for column in ["kind", *_SOURCE]}
         )
     return pd.DataFrame(rows).astype({"model": "int64"})
 
@@ -268,39 +268,41 @@ def implied_pool(pair: str, reported: pd.DataFrame | None = None) -> tuple[int, 
 
 
 def request_counts(cells: pd.DataFrame, reported: pd.DataFrame | None = None, repeats: int = REPEATS) -> pd.DataFrame:
-    """Cells that fit and scored requests (`repeats` rounds of every request of such a cell) beside the published
-    counts.
+    """Cells that fit, and scored requests (`repeats` rounds of every request in them), beside the published counts.
 
     Args:
         cells: from `capacity.feasibility`, with pools named like pairs.
         repeats: scored rounds of a cell.
 
     Returns:
-        DataFrame: pool, kv_cache_dtype, quantity (`cells`, `requests`), model, reported, source_url, kind,
-            status (`failed`: the published count is another) and reason.
+        DataFrame: pool, kv_cache_dtype, quantity (`cells`, `requests`), model, reported, status (`failed`: the
+            published count is another), reason, kind, source_url.
     """
     table = load() if reported is None else reported
     rows = []
     for (pool, dtype), group in cells[cells["fits"]].groupby(["pool", "kv_cache_dtype"], sort=False):
         for quantity, model in {"cells": len(group), "requests": repeats * int(group["concurrency"].sum())}.items():
-            row = {"pool": pool, "kv_cache_dtype": dtype, "quantity": quantity, "model": model, "kind": "derived"}
             found = table[(table["pair"] == pool) & (table["quantity"] == quantity) & _same_width(table, str(dtype))]
-            if found.empty:
-                row |= {
-                    "reported": pd.NA,
-                    "source_url": "",
-                    "status": "skipped",
-                    "reason": "not published",
+            value: Any = pd.NA
+            status, reason, address = "skipped", "not published", ""
+            for _, figure in found.iterrows():
+                value, address = int(figure["value"]), figure["source_url"]
+                agrees = value == model
+                status = "passed" if agrees else "failed"
+                reason = "" if agrees else f"does not follow from the cells; {figure['note']}"
+            rows.append(
+                {
+                    "pool": pool,
+                    "kv_cache_dtype": dtype,
+                    "quantity": quantity,
+                    "model": model,
+                    "reported": value,
+                    "status": status,
+                    "reason": reason,
+                    "kind": "derived",
+                    "source_url": address,
                 }
-            else:
-                figure = found.iloc[0]
-                agrees = int(figure["value"]) == model
-                row |= {"reported": int(figure["value"])} | {column: figure[column] for column in _SOURCE}
-                row |= {
-                    "status": "passed" if agrees else "failed",
-                    "reason": "" if agrees else f"does not follow from the cells; {figure['note']}",
-                }
-            rows.append(row)
+            )
     return pd.DataFrame(rows).astype({"reported": "Int64"})
 
 
@@ -308,43 +310,38 @@ def workspace_steps(before: str, after: str, reported: pd.DataFrame | None = Non
     """Memory that one shared top-k workspace frees, beside the growth of the pool between two published pairs.
 
     Returns:
-        DataFrame: quantity, low_mib, high_mib (equal where exact; the open interval that the token counts allow for
-            the growth), reported_mib, kind, source_url, status, reason.
+        DataFrame: quantity, low_bytes and high_bytes (equal where exact; for the growth the open interval that the
+            token counts allow), low_mib, high_mib and reported_mib (text, to three decimals as published), status,
+            reason, kind, source_url.
     """
     table = load() if reported is None else reported
-    exact = topk_workspace_bytes()
-    rows: list[dict[str, Any]] = []
-    for name, size in exact.items():
-        figure = _figures(table, after, f"workspace_{name}_mib").iloc[0]
-        agrees = abs(size / MIB - figure["value"]) < 5e-4
-        rows.append(
-            {
-                "quantity": f"workspace, {name}",
-                "low_mib": size / MIB,
-                "high_mib": size / MIB,
-                "reported_mib": figure["value"],
-            }
-            | {column: figure[column] for column in _SOURCE}
-            | {"status": "passed" if agrees else "failed", "reason": "" if agrees else "the model gives another size"}
-        )
     old, new = implied_pool(before, table), implied_pool(after, table)
     low, high = new[0] - old[1], new[1] - old[0]
+    exact = topk_workspace_bytes()
+    rows: list[tuple[str, int, int, str, bool, list[str]]] = []
+    for name, size in exact.items():
+        figure = _figures(table, after, f"workspace_{name}_mib").iloc[0]
+        published = f"{figure['value']:.3f}"
+        agrees = abs(size / MIB - figure["value"]) <= 5e-4
+        rows.append((f"workspace, {name}", size, size, published, agrees, [figure["source_url"]]))
+    sources = [address for pair in (before, after) for address in _figures(table, pair, "tokens")["source_url"]]
     inside = low < exact["freed"] < high
-    sources = pd.concat([_figures(table, pair, "tokens") for pair in (before, after)])
-    rows.append(
+    rows.append((f"pool, from {before} to {after}", low, high, "", inside, sources))
+    return pd.DataFrame(
         {
-            "quantity": f"pool, from {before} to {after}",
-            "low_mib": low / MIB,
-            "high_mib": high / MIB,
-            "reported_mib": np.nan,
+            "quantity": quantity,
+            "low_bytes": first,
+            "high_bytes": last,
+            "low_mib": f"{first / MIB:.3f}",
+            "high_mib": f"{last / MIB:.3f}",
+            "reported_mib": published,
+            "status": "passed" if agrees else "failed",
+            "reason": "" if agrees else "the published and the derived size contradict each other",
+            "kind": "derived",
+            "source_url": ", ".join(dict.fromkeys(addresses)),
         }
-        | {column: ", ".join(dict.fromkeys(sources[column])) for column in _SOURCE}
-        | {
-            "status": "passed" if inside else "failed",
-            "reason": "" if inside else "the freed memory lies outside what the token counts allow",
-        }
+        for quantity, first, last, published, agrees, addresses in rows
     )
-    return pd.DataFrame(rows).assign(kind="derived")
 
 
 def consistent_lengths(
@@ -388,11 +385,16 @@ def two_number_model(reported: pd.DataFrame | None = None) -> pd.DataFrame:
         main = deployment.attention_layers * layout.kv_bytes_per_token
         gain = Fraction(int(pair["reported_e4m3_tokens"]), int(pair["reported_fp16_tokens"]))
         rows.append(
-            {column: pair[column] for column in ["pair", "gain_reported", *_SOURCE]}
-            | {
+            {
+                "pair": pair["pair"],
+                "gain_reported": pair["gain_reported"],
                 "kv_bytes_per_token": main,
                 "constant_bytes_per_token": float(fixed_bytes_from_gain(main, gain)),
                 "index_bytes_per_token": deployment.attention_layers * layout.index_bytes_per_token,
+                "status": "passed",
+                "reason": "",
+                "kind": "derived",
+                "source_url": pair["source_url"],
             }
         )
-    return pd.DataFrame(rows).assign(kind="derived", status="passed", reason="")
+    return pd.DataFrame(rows)

@@ -21,6 +21,7 @@ import html
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import types
@@ -103,12 +104,19 @@ def _table_html(frame: pd.DataFrame, caption: str, address: str, anchor: str) ->
     )
 
 
+def _citation(address: str) -> str:
+    """A short name for an address: repository#number or repository:file@commit on GitHub, else without the scheme."""
+    name = re.sub(r"^https://(github\.com/)?", "", address)
+    name = re.sub(r"^([^/]+/[^/]+)/(?:pull|issues)/(\d+)$", r"\1#\2", name)
+    return re.sub(r"^([^/]+/[^/]+)/blob/(\w{1,10})\w*/(?:.*/)?([^/]+)$", r"\1:\3@\2", name)
+
+
 def _cell(value: object) -> str:
     """A table cell as HTML; web addresses become links."""
     text = html.escape(tables.text_of(value))
     if not text.startswith("https://"):
         return text
-    return ", ".join(f"<a href='{address}'>{address.removeprefix('https://')}</a>" for address in text.split(", "))
+    return ", ".join(f"<a href='{address}'>{_citation(address)}</a>" for address in text.split(", "))
 
 
 class Page:

@@ -142,6 +142,14 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["rms_relative"],
     ),
+    "calibration_published": schema(
+        {
+            **{name: label() for name in ("quantity", "unit", "source")},
+            "kind": label("reported", "derived"),
+            **{name: number() for name in ("value", "here")},
+        },
+        measured=["value"],
+    ),
     "calibration_repeat": schema(
         {"layer": count(), "kind": _KIND, **{name: number(pa.Check.gt(0)) for name in ("first_scale", "second_scale")}},
     ),
@@ -271,8 +279,13 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         measured=["reported"],
     ),
     "capacity_workspace": schema(
-        {"quantity": label(), "low_mib": number(), "high_mib": number(), "reported_mib": number(), **_PUBLISHED},
-        measured=["low_mib", "high_mib"],
+        {
+            "quantity": label(),
+            "low_bytes": count(),
+            "high_bytes": count(),
+            **{name: label() for name in ("low_mib", "high_mib", "reported_mib")},
+            **_PUBLISHED,
+        }
     ),
     "capacity_deployment": schema(
         {
