@@ -119,7 +119,7 @@ def _search(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         for row in record["rows"]
     ]
     columns = ["code_path", "workload", "arm", *_TILE_COLUMNS, "time_us", "chosen", "status", "reason"]
-    return pd.DataFrame(rows, columns=columns).astype({"time_us": float})
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(["time_us", *_TILE_COLUMNS], float))
 
 
 class _Judge:
@@ -140,13 +140,18 @@ class _Judge:
         self.gates = gates
         self.device = device
         self.keys = dict(zip(CELL_KEYS, cell.key, strict=True))
+        self._estimates: dict[tuple[int, int], Estimate | None] = {}
         self.floor_of_cell = self._own_floor()
 
     def estimate(self, arm: Instance, baseline: Instance) -> Estimate | None:
         up, down = self.cell.column(arm.arm, arm.launch), self.cell.column(baseline.arm, baseline.launch)
         if up is None or down is None or up == down:
             return None
-        return statistics.contrast(self.cell, {up: 1.0, down: -1.0}, seed=self.plan.seed, resamples=self.plan.resamples)
+        if (up, down) not in self._estimates:
+            self._estimates[up, down] = statistics.contrast(
+                self.cell, {up: 1.0, down: -1.0}, seed=self.plan.seed, resamples=self.plan.resamples
+            )
+        return self._estimates[up, down]
 
     def reference(self) -> Instance | None:
         """What the A/A arm is a copy of, and what arms without a twin are compared with."""
@@ -331,6 +336,12 @@ def _interval(estimate: Estimate | None, floor: float | None) -> dict[str, float
 
 def questions(instances: Sequence[Instance]) -> Iterator[tuple[str, Instance, Instance]]:
     """Pairs beyond "against FP16" that the chapter asks about, for the arms that a cell holds."""
+    for question, arm, baseline in _questions(instances):
+        if arm in instances and baseline in instances:
+            yield question, arm, baseline
+
+
+def _questions(instances: Sequence[Instance]) -> Iterator[tuple[str, Instance, Instance]]:
     launches_of: dict[str, list[str]] = {}
     for instance in instances:
         launches_of.setdefault(instance.arm, []).append(instance.launch)
