@@ -8,6 +8,8 @@ FP8) on another GPU: evidence about mechanisms and about relative cost, never th
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import re
 import subprocess
 import tempfile
@@ -154,6 +156,7 @@ def specialise(call: KernelCall) -> tuple[dict[str, str], dict[str, Any], dict[t
     signature: dict[str, str] = {}
     constants = dict(call.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    general = {parameter.name for parameter in call.function.params if parameter.do_not_specialize}
     for position, name in enumerate(call.function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
@@ -169,7 +172,7 @@ def specialise(call: KernelCall) -> tuple[dict[str, str], dict[str, Any], dict[t
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and name not in general:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes
 
@@ -177,20 +180,32 @@ def specialise(call: KernelCall) -> tuple[dict[str, str], dict[str, Any], dict[t
 def assemble(ptx: str, capability: Capability) -> bytes:
     """Machine code for a compute capability from PTX for the same or an older one, by Triton's ptxas.
 
+    The result is kept in Triton's cache folder, so that fresh processes find it as they find compiled kernels.
+
     Raises:
         RuntimeError: the assembler failed; the message is its own.
     """
+    arch = f"sm_{capability[0]}{capability[1]}"
+    # line information names files of the machine that compiled
+    text = re.sub(r"^\s*\.(file|loc)\b.*$", "", ptx, flags=re.MULTILINE)
+    digest = hashlib.sha256(f"{knobs.nvidia.ptxas.version} {arch}\n{text}".encode()).hexdigest()
+    kept = Path(knobs.cache.dir, f"assembled-{digest}.cubin")
+    if kept.is_file():
+        return kept.read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        # line information names files of the machine that compiled
-        source.write_text(re.sub(r"^\s*\.(file|loc)\b.*$", "", ptx, flags=re.MULTILINE))
-        arch = f"sm_{capability[0]}{capability[1]}"
+        source.write_text(text)
         done = subprocess.run(
             [knobs.nvidia.ptxas.path, f"-arch={arch}", str(source), "-o", str(target)], capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(f"ptxas -arch={arch} failed: {done.stderr.strip()}")
-        return target.read_bytes()
+        code = target.read_bytes()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(code)
+    partial.replace(kept)
+    return code
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
