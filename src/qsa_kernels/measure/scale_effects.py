@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
 from qsa_kernels import e4m3
 from qsa_kernels.measure import error, smollm2, workloads
-from qsa_kernels.measure.calibration import CalibrationReport, Observer, summarize
+from qsa_kernels.measure.calibration import CalibrationReport, Observer, overlay_bytes, summarize
 from qsa_kernels.measure.smollm2 import LayerCapture
-from qsa_kernels.scales import E4M3_MAX, KINDS, Kind, scale_for
+from qsa_kernels.scales import E4M3_MAX, KINDS, QWEN4_EXP, Kind, scale_for
+
+REPORTED = Path(__file__).resolve().parents[3] / "data" / "reported" / "scale_pack.csv"
 
 SMALLEST_NORMAL = 2.0**-6  # of E4M3; below it a code has less than its three mantissa bits
 
@@ -27,6 +31,24 @@ CHOICES: dict[str, str] = {
     "p99.9": "p99.9 / 448, percentile scaling",
     "exchanged": "K and V scales exchanged",
 }
+
+
+def published_pack(path: Path = REPORTED) -> pd.DataFrame:
+    """What the public record says about its scale pack, and what the code here makes of the same quantity.
+
+    Args:
+        path: the table of reported figures.
+    """
+    table = pd.read_csv(path)
+    keys = QWEN4_EXP.keys()
+    value = table.set_index("quantity")["value"]
+    here = {
+        "scales": float(len(keys)),
+        "smallest scale": scale_for(value["smallest observed maximum"]),
+        "largest scale": scale_for(value["largest observed maximum"]),
+        "size of the overlay": len(overlay_bytes(dict.fromkeys(keys, 0.5))) / 1000,
+    }
+    return table.assign(here=table["quantity"].map(here), status="passed", reason="")
 
 
 def scale_choices(report: CalibrationReport) -> dict[str, dict[tuple[int, Kind], float]]:
@@ -179,7 +201,7 @@ def error_ratios(table: pd.DataFrame) -> pd.DataFrame:
     ratios = wide.div(wide["calibrated"], axis=0).reset_index().melt(["text", "layer"], value_name="ratio")
     groups = ratios.groupby(["text", "choice"], sort=False)["ratio"]
     summary = groups.agg(
-        geometric_mean_ratio=lambda values: float(torch.tensor(values.to_numpy()).log().mean().exp()),
+        geometric_mean_ratio=lambda values: float(np.exp(np.log(values).mean())),
         smallest_ratio="min",
         largest_ratio="max",
         layers_better=lambda values: int((values < 1).sum()),
@@ -187,6 +209,17 @@ def error_ratios(table: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
     typical = table.groupby(["text", "choice"], sort=False)["rms_relative"].median().rename("median_rms_relative")
     return summary.merge(typical.reset_index(), on=["text", "choice"]).assign(status="passed", reason="")
+
+
+def overall_ratio(table: pd.DataFrame, choice: str) -> float:
+    """Geometric mean, over all layers and texts, of the error of a choice of scales over the calibrated one.
+
+    Args:
+        table: from `attention_error`.
+        choice: one of `CHOICES`.
+    """
+    wide = table.pivot_table(index=["text", "layer"], columns="choice", values="rms_relative")
+    return float(np.exp(np.log(wide[choice] / wide["calibrated"]).mean()))
 
 
 def code_use(captures: Captures, choices: Mapping[str, Scales]) -> pd.DataFrame:

@@ -81,7 +81,7 @@ def scales_by_layer(summary: pd.DataFrame, published_range: tuple[float, float])
         figure, axis = plt.subplots()
         low, high = published_range
         axis.axhspan(
-            low, high, color=style.NOISE_GREY, zorder=0, label="reported range of the published pack (another model)"
+            low, high, color=style.NOISE_GREY, zorder=0, label="reported range, published pack (another model)"
         )
         for kind in KINDS:
             rows = summary[summary["kind"] == kind]
