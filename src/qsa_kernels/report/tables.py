@@ -465,6 +465,7 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         {
             **{name: label() for name in ("point", "group", "device", "what", "setting", "unit")},
             "value": number(),
+            "source": label(),
             **_PUBLISHED,
         },
         measured=["value"],
