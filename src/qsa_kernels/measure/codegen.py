@@ -279,7 +279,8 @@ def compile_kernels(requests: Iterable[KernelRequest], *, cached: bool = True) -
 
     Args:
         requests (Iterable[KernelRequest]): what to compile.
-        cached (bool): use results stored for the same sources, versions and request. Default: True.
+        cached (bool): use results stored for the same sources, versions and request. Default: True. Without, everything
+            is compiled anew, and the machine code is checked against what Triton itself assembles.
 
     Returns:
         list[CompiledKernel]: one a request, in order; kernels that the architecture cannot have are "skipped", those
@@ -317,7 +318,7 @@ def compiled(requests: Iterable[KernelRequest], *, cached: bool = True) -> Itera
 
 
 def requests(
-    arch: str, arms: Sequence[str] = (), *, profile: str | None = None, rows: int = 128, **launch: int
+    arch: str, arms: Sequence[str] = (), *, profile: str | None = None, rows: int = 128, **fields: Any
 ) -> list[KernelRequest]:
     """Requests for several arms with one launch each.
 
@@ -326,24 +327,22 @@ def requests(
         arms (Sequence[str]): names in `qsa_kernels.arms.ARMS`; empty = all that the launch is made for.
         profile (str | None): name in `qsa_kernels.launch.PROFILES`; None = `DEFAULT_LAUNCH`.
         rows (int): query rows, by which a profile chooses.
-        launch (int): `block_n`, `num_warps`, `num_splits` or `num_stages`, each in place of the profile's.
+        fields (Any): other fields of `KernelRequest`; a launch given here goes before the profile's.
 
     Raises:
         ValueError: an unknown arm, architecture or profile, or a profile that is made for another contraction.
     """
     chosen = []
     for arm in arms or ARMS:
-        request = KernelRequest(arm, arch)
+        request = KernelRequest(arm, arch, **fields)
         contraction = ARMS[arm].contraction
-        if profile is None:
-            found: dict[str, Any] = {**DEFAULT_LAUNCH[contraction, ARCHITECTURES[arch] >= 80], "profile": ""}
-        elif not arms and profile in PROFILES and PROFILES[profile].contraction != contraction:
-            continue
-        else:
-            capability = divmod(ARCHITECTURES[arch], 10)
+        found: dict[str, Any] = dict(DEFAULT_LAUNCH[contraction, ARCHITECTURES[arch] >= 80])
+        if profile is not None:
+            if not arms and profile in PROFILES and PROFILES[profile].contraction != contraction:
+                continue
             config = choose(
                 profile,
-                capability=capability,
+                capability=divmod(ARCHITECTURES[arch], 10),
                 rows=rows,
                 q_heads=request.q_heads,
                 kv_heads=request.kv_heads,
@@ -353,9 +352,30 @@ def requests(
                 quantised=ARMS[arm].is_quantised,
                 contraction=contraction,
             )
-            found = {**dataclasses.asdict(config), "profile": "" if launch else profile}
-        chosen.append(dataclasses.replace(request, **{**found, **launch}))
+            found = {**dataclasses.asdict(config), "profile": profile}
+        if not found.keys().isdisjoint(fields):
+            found["profile"] = ""
+        chosen.append(dataclasses.replace(request, **{"profile": "", **found, **fields}))
     return chosen
+
+
+def survey(**geometry: Any) -> list[KernelRequest]:
+    """The kernels of the chapter: what a V100 executes under four launches, and an H200 under the public one.
+
+    Args:
+        geometry (Any): fields of `KernelRequest` that all of them share.
+    """
+    dot = [name for name, arm in ARMS.items() if arm.contraction == "dot"]
+    vector = [name for name, arm in ARMS.items() if arm.contraction == "vector"]
+    bare = [name for name in dot if ARMS[name].decoder != "native"]
+    few = ("fp16", "hoisted/bitcast")
+    return [
+        *requests("sm_70", dot, block_n=16, num_warps=4, **geometry),
+        *requests("sm_70", bare, block_n=16, num_warps=2, **geometry),
+        *requests("sm_70", vector, block_n=8, num_warps=1, **geometry),
+        *requests("sm_70", few, block_n=64, num_warps=2, **geometry),
+        *requests("sm_90", (*few, "hoisted/packed", "hoisted/native"), block_n=32, num_warps=1, **geometry),
+    ]
 
 
 def summary(kernels: Sequence[CompiledKernel]) -> list[dict[str, Any]]:
@@ -494,19 +514,27 @@ def fp16_code_hashes(arch: str = "sm_70", contraction: str = "dot") -> dict[tupl
     Raises:
         RuntimeError: one of them does not compile.
     """
+    wanted = fp16_requests(arch, contraction)
+    kernels = compile_kernels(wanted.values())
+    for kernel in kernels:
+        if kernel.status != "passed":
+            raise RuntimeError(f"{kernel.request.arm} on {arch} with {dict(kernel.request.options)}: {kernel.reason}")
+    return {choice: kernel.code_sha256 for choice, kernel in zip(wanted, kernels, strict=True)}
+
+
+def fp16_requests(arch: str, contraction: str) -> dict[tuple[str, str], KernelRequest]:
+    """The unquantised arm for every choice of scale placement and decoder, by that choice."""
     if contraction == "dot":
         launch = KernelRequest("fp16", arch)
     else:
         launch = KernelRequest(f"fp16+{contraction}", arch, block_n=8, num_warps=1)
-    choices = [(placement, decoder) for placement in SCALE_PLACEMENTS for decoder in DECODERS]
-    kernels = compile_kernels(
-        dataclasses.replace(launch, options=(("scale_placement", placement), ("decoder", decoder)))
-        for placement, decoder in choices
-    )
-    for kernel in kernels:
-        if kernel.status != "passed":
-            raise RuntimeError(f"{launch.arm} on {arch} with {dict(kernel.request.options)}: {kernel.reason}")
-    return {choice: kernel.code_sha256 for choice, kernel in zip(choices, kernels, strict=True)}
+    return {
+        (placement, decoder): dataclasses.replace(
+            launch, options=(("scale_placement", placement), ("decoder", decoder))
+        )
+        for placement in SCALE_PLACEMENTS
+        for decoder in DECODERS
+    }
 
 
 LABELS = ("arch", "assembled_for", "arm", "profile", "block_n", "num_warps", "num_stages")
@@ -548,7 +576,7 @@ def _usage(log: str) -> tuple[int, int, int]:
 
 
 def _assemble(answer: dict[str, Any], request: KernelRequest) -> dict[str, Any]:
-    """Assemble the numbered PTX and disassemble it, after a check that the machine code is what Triton itself makes."""
+    """Assemble the numbered PTX and disassemble it; where Triton's machine code is there, it must be the same."""
     ptx, _ = annotate(answer["ptx"])
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -557,11 +585,16 @@ def _assemble(answer: dict[str, Any], request: KernelRequest) -> dict[str, Any]:
             tool("ptxas"), "-lineinfo", "-v", f"--gpu-name={_gpu_name(request)}", str(source), "-o", str(binary)
         ).stderr
         disassembly = _call(tool("nvdisasm"), "-c", "-g", "-hex", str(binary)).stdout
+    if "cubin" in answer and request.assembled_for == request.arch:
+        _compare(disassembly, base64.b64decode(answer["cubin"]), request)
+    return {"ptx": answer["ptx"], "disassembly": disassembly, "log": log, "shared": answer["shared"]}
+
+
+def _compare(disassembly: str, cubin: bytes, request: KernelRequest) -> None:
     words = re.findall("." * 16, "".join(one.encoding for one in sass.parse(disassembly).instructions))
     code = b"".join(int(word, 16).to_bytes(8, "little") for word in words)
-    if request.assembled_for == request.arch and code not in base64.b64decode(answer["cubin"]):
+    if code not in cubin:
         raise RuntimeError(f"{request.arm} on {request.arch}: the numbered line table changed the machine code")
-    return {"ptx": answer["ptx"], "disassembly": disassembly, "log": log, "shared": answer["shared"]}
 
 
 def _gpu_name(request: KernelRequest) -> str:
@@ -619,7 +652,7 @@ def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -
         return
     hidden = ("TRITON_INTERPRET", "TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "TRITON_OVERRIDE_ARCH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
+    environment["TRITON_CACHE_DIR"] = str(folder / ("ptx" if cached else "code"))
     if not cached:
         environment["TRITON_ALWAYS_COMPILE"] = "1"
     with (
@@ -635,7 +668,7 @@ def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -
     ):
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([dataclasses.asdict(request) for request in requests]))
+        process.stdin.write(json.dumps([not cached, [dataclasses.asdict(request) for request in requests]]))
         process.stdin.close()
         answered = 0
         # What is compiled can be assembled here while the worker compiles the next one.
@@ -651,15 +684,18 @@ def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -
             )
 
 
-def _compile(request: KernelRequest) -> dict[str, Any]:
+def _compile(request: KernelRequest, with_code: bool) -> dict[str, Any]:
     import torch
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from qsa_kernels.attention import kernel_spec
     from qsa_kernels.launch import LaunchConfig
 
+    # The assembler runs on the numbered PTX anyway; Triton's own run is only for the comparison.
+    knobs.runtime.add_stages_inspection_hook = None if with_code else _without_code
     spec = kernel_spec(
         dataclasses.replace(ARMS[request.arm], **dict(request.options)),
         LaunchConfig(
@@ -680,15 +716,20 @@ def _compile(request: KernelRequest) -> dict[str, Any]:
         target=GPUTarget("cuda", ARCHITECTURES[request.arch], WARP),
         options={"num_warps": spec.num_warps, "num_stages": spec.num_stages},
     )
-    cubin = base64.b64encode(compiled.asm["cubin"]).decode()
-    return {"ptx": compiled.asm["ptx"], "cubin": cubin, "shared": compiled.metadata.shared}
+    answer = {"ptx": compiled.asm["ptx"], "shared": compiled.metadata.shared}
+    return answer | ({"cubin": base64.b64encode(compiled.asm["cubin"]).decode()} if with_code else {})
+
+
+def _without_code(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    stages["cubin"] = lambda source, metadata: b""
 
 
 def _worker() -> None:
-    for fields in json.load(sys.stdin):
+    with_code, requests = json.load(sys.stdin)
+    for fields in requests:
         fields["options"] = tuple(tuple(pair) for pair in fields["options"])
         try:
-            answer = _compile(KernelRequest(**fields))
+            answer = _compile(KernelRequest(**fields), with_code)
         except Exception as error:
             # One kernel that does not compile must not take the others with it.
             words = str(error).strip().splitlines() or [""]

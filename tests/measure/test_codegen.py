@@ -1,0 +1,244 @@
+"""What the compiler makes of the arms: bounds, determinism, and one machine code for the unquantised cache."""
+
+import pytest
+
+from qsa_kernels.measure import codegen, sass
+from qsa_kernels.measure.codegen import KernelRequest
+from qsa_kernels.measure.source_parts import KERNELS, Frame, part_of
+
+FOUR_WARPS = [
+    KernelRequest(arm) for arm in ("fp16", "in_loop/exp2", "hoisted/exp2", "in_loop/bitcast", "hoisted/bitcast")
+]
+PACKED = [
+    KernelRequest("hoisted/packed"),
+    KernelRequest("hoisted/packed", num_warps=2),
+    KernelRequest("fp16", num_warps=2),
+]
+VECTOR = [KernelRequest(arm, block_n=8, num_warps=1) for arm in ("fp16+vector", "hoisted/packed+vector")]
+
+
+WRONG = KernelRequest("fp16", head_dim=255)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_worker():
+    """Compile everything that the tests ask for in one process; they find it in the cache."""
+    options = [codegen.fp16_requests("sm_70", contraction) for contraction in ("dot", "vector")]
+    codegen.compile_kernels([*FOUR_WARPS, *PACKED, *VECTOR, *options[0].values(), *options[1].values()])
+
+
+@pytest.fixture(scope="module")
+def kernels(one_worker):
+    found = codegen.compile_kernels([*FOUR_WARPS, *PACKED, *VECTOR])
+    assert [(kernel.request.arm, kernel.reason) for kernel in found if kernel.status != "passed"] == []
+    return {(kernel.request.arm, kernel.request.num_warps): kernel for kernel in found}
+
+
+@pytest.fixture(scope="module")
+def compiled_anew():
+    return codegen.compile_kernels([WRONG, PACKED[0]], cached=False)
+
+
+def loop(kernels, arm, warps=4):
+    return len(kernels[arm, warps].loop.instructions)
+
+
+# Bounds around what Triton 3.6.0 gives: warp instructions in the loop for sm_70, 16 columns and four warps.
+@pytest.mark.parametrize(
+    ("arm", "low", "high"),
+    [
+        ("fp16", 1000, 1250),
+        ("in_loop/exp2", 2200, 2700),
+        ("hoisted/exp2", 2100, 2600),
+        ("in_loop/bitcast", 1950, 2400),
+        ("hoisted/bitcast", 1900, 2300),
+        ("hoisted/packed", 1000, 1250),
+    ],
+)
+def test_loop_instructions_stay_inside_their_bounds(kernels, arm, low, high):
+    assert low <= loop(kernels, arm) <= high
+
+
+@pytest.mark.parametrize("warps", [4, 2])
+def test_packed_costs_no_more_instructions_than_no_quantisation(kernels, warps):
+    assert loop(kernels, "hoisted/packed", warps) <= loop(kernels, "fp16", warps)
+
+
+def test_each_public_change_shortens_the_loop(kernels):
+    assert loop(kernels, "hoisted/exp2") < loop(kernels, "in_loop/exp2")
+    assert loop(kernels, "hoisted/bitcast") < loop(kernels, "in_loop/bitcast") < loop(kernels, "in_loop/exp2")
+
+
+def test_all_dot_arms_load_the_same_operands_from_shared_memory(kernels):
+    loads = {
+        request.arm: sass.count(kernels[request.arm, 4].loop.instructions)["shared_load_128"]
+        for request in [*FOUR_WARPS, PACKED[0]]
+    }
+    assert set(loads.values()) == {161}
+
+
+def test_operand_loads_conflict_in_the_banks(kernels):
+    table = codegen.shared_access_table([kernels["fp16", 4]]).set_index("class")
+    wide = table.loc["shared_load_128"]
+    assert wide["accesses_unknown"] == 0
+    assert wide["wavefronts"] > 3 * wide["wavefronts_without_conflicts"]
+
+
+@pytest.mark.parametrize("arm", ["fp16+vector", "hoisted/packed+vector"])
+def test_vector_loop_needs_no_barrier_and_no_operand_from_shared_memory(kernels, arm):
+    counts = sass.count(kernels[arm, 1].loop.instructions)
+    assert not [name for name in counts if name.startswith(("barrier", "shared_"))]
+    assert counts["shuffle"] >= 5 * 6  # a butterfly over a warp for each head
+
+
+def test_in_loop_scaling_multiplies_every_element_once(kernels):
+    parts = codegen.part_table([kernels["in_loop/bitcast", 4], kernels["hoisted/bitcast", 4]])
+    scaling = parts[parts["part"] == "scaling"].set_index("arm")["per_element"]
+    assert scaling["in_loop/bitcast"] == pytest.approx(1.0, abs=0.05)
+    assert scaling["hoisted/bitcast"] < 0.05
+
+
+def test_parts_and_classes_cover_the_whole_loop(kernels):
+    for kernel in kernels.values():
+        parts = codegen.part_table([kernel]).set_index("part")["instructions"]
+        classes = codegen.class_table([kernel])
+        size = len(kernel.loop.instructions)
+        assert parts.sum() == size
+        assert classes.loc[classes["scope"] == "loop", "instructions"].sum() == size
+        assert parts["unattributed"] <= 0.02 * size
+        assert (parts["decode"] > 0) or kernel.request.arm == "fp16"
+
+
+def test_what_is_decoded_is_counted_as_decode(kernels):
+    parts = codegen.part_table([kernels["fp16", 4], kernels["hoisted/packed", 4], kernels["hoisted/bitcast", 4]])
+    decode = parts[parts["part"] == "decode"].set_index("arm")["per_element"]
+    assert decode["fp16"] == 0
+    assert 1.5 < decode["hoisted/packed"] < 3.5  # nine integer instructions for four codes
+    assert decode["hoisted/bitcast"] > 4 * decode["hoisted/packed"]
+
+
+def test_one_tile_a_pass(kernels):
+    assert {kernel.tiles for kernel in kernels.values()} == {1}
+
+
+def test_two_compilations_are_equal_and_the_machine_code_is_tritons_own(kernels, compiled_anew):
+    again = compiled_anew[1]
+    assert again == kernels["hoisted/packed", 4]
+    assert again.code_sha256 == kernels["hoisted/packed", 4].code_sha256
+
+
+@pytest.mark.parametrize("contraction", ["dot", "vector"])
+def test_unquantised_machine_code_is_the_same_whatever_the_e4m3_options(contraction):
+    hashes = codegen.fp16_code_hashes("sm_70", contraction)
+    assert len(hashes) == len(codegen.SCALE_PLACEMENTS) * len(codegen.DECODERS)
+    assert len(set(hashes.values())) == 1
+
+
+def test_hash_tells_different_kernels_apart(kernels):
+    assert len({kernel.code_sha256 for kernel in kernels.values()}) == len(kernels)
+    assert len({kernel.ptx_sha256 for kernel in kernels.values()}) == len(kernels)
+
+
+def test_ptx_hash_ignores_paths_and_line_tables():
+    ptx = (
+        '\t.file\t1 "/a/b.py"\n\t.loc\t1 3 0  // b.py:3:0\n$L__tmp0:\n'
+        "\tadd.s32 %r1, %r2, %r3; // x\n\t.section\t.debug_loc\t{\t}\n"
+    )
+    assert codegen.normalise(ptx) == codegen.normalise(
+        ptx.replace("/a/b.py", "/c/d.py").replace(".loc\t1 3", ".loc\t1 9")
+    )
+    assert codegen.normalise(ptx) == "\tadd.s32 %r1, %r2, %r3;"
+
+
+def test_annotation_numbers_chains_and_accesses():
+    ptx = (
+        "\t.loc\t2 191 40  // standard.py:191:40 @[ attention.py:10:29 ]\n"
+        "\tadd.f32 %f1, %f2, %f3;\n"
+        "\tst.shared.b32 [%r1], %r2;\n"
+        "\tadd.f32 %f4, %f2, %f3;\n"
+    )
+    text, sites = codegen.annotate(ptx)
+    assert [line.split()[2] for line in text.splitlines() if ".loc" in line] == ["1", "2", "1"]
+    assert sites[1].chain == (Frame("standard.py", 191, 40), Frame("attention.py", 10, 29))
+    assert sites[2].access == "st.shared.b32 [%r1], %r2;"
+
+
+def test_place_in_the_kernels_decides_the_part():
+    lines = (KERNELS / "decode.py").read_text().splitlines()
+    scaled = next(number for number, line in enumerate(lines, 1) if "* scale)" in line)
+    place = Frame("decode.py", scaled, lines[scaled - 1].index("* scale") + 2)
+    assert part_of((Frame("standard.py", 1, 1), place)) == "scaling"
+    assert part_of((Frame("paging.py", 20, 4),)) == "addressing"
+    assert part_of(()) == "unattributed"
+
+
+def test_hardware_conversion_is_skipped_where_it_does_not_exist():
+    (kernel,) = codegen.compile_kernels([KernelRequest("hoisted/native", "sm_80")])
+    assert kernel.status == "skipped"
+    assert "8.9" in kernel.reason
+    table = codegen.kernel_table([kernel])
+    assert table["registers"].isna().all()
+
+
+def test_kernel_that_does_not_compile_is_reported_and_takes_no_other_with_it(compiled_anew):
+    assert [kernel.status for kernel in compiled_anew] == ["failed", "passed"]
+    assert compiled_anew[0].reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        pytest.param({"arm": "fp32"}, "arm: expected one of fp16, in_loop/exp2.*got 'fp32'", id="arm"),
+        pytest.param(
+            {"arm": "fp16", "arch": "sm_60"}, "arch: expected one of sm_70, sm_75, sm_80, sm_90; got 'sm_60'", id="arch"
+        ),
+        pytest.param(
+            {"arm": "fp16", "assembled_for": "sm_60"}, "assembled_for: expected one of sm_70", id="assembled-for"
+        ),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(fields, message):
+    with pytest.raises(ValueError, match=message):
+        KernelRequest(**fields)
+
+
+def test_requests_follow_a_profile():
+    found = codegen.requests("sm_70", profile="sm70_public", rows=2048)
+    assert {(one.block_n, one.num_warps, one.num_splits, one.profile) for one in found} == {(32, 4, 1, "sm70_public")}
+    assert "fp16+vector" not in {one.arm for one in found}
+
+
+def test_launch_given_by_hand_goes_before_the_profile():
+    (found,) = codegen.requests("sm_70", ["fp16"], profile="sm70_public", rows=2048, num_warps=2)
+    assert (found.block_n, found.num_warps, found.profile) == (32, 2, "32 columns, 2 warps")
+
+
+def test_unknown_profile_is_refused():
+    with pytest.raises(ValueError, match="launch_profile: expected one of"):
+        codegen.requests("sm_70", ["fp16"], profile="fastest")
+
+
+def test_summary_has_plain_values(kernels):
+    (row,) = codegen.summary([kernels["fp16", 4]])
+    assert list(row)[1:9] == [
+        *(
+            "arm",
+            "profile",
+            "loop_instructions",
+            "total_instructions",
+            "registers",
+            "spills",
+            "shared_bytes",
+            "by_class",
+        )
+    ]
+    assert sum(row["by_class"].values()) == row["loop_instructions"] < row["total_instructions"]
+
+
+def test_private_cache_where_the_shared_one_cannot_be_written(monkeypatch, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(blocker / "cache"))
+    folder = codegen._cache_folder()
+    assert folder.is_dir()
+    assert not folder.is_relative_to(tmp_path)
