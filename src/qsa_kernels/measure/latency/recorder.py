@@ -116,8 +116,9 @@ def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = 
         return subprocess.Popen(command, env=environ)
 
     def finish(process: subprocess.Popen[bytes], what: str) -> None:
-        if process.wait() != 0:
-            raise RuntimeError(f"{what}: the worker process ended with {process.returncode}; finished units are kept")
+        code = process.wait()
+        if code != 0:
+            raise RuntimeError(f"{what}: the worker process ended with {code}; finished units are kept")
 
     def compile_all(step: str) -> None:
         # The mark lies in the cache: another machine starts with an empty one.
