@@ -348,6 +348,15 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=_BOUNDS,
     ),
+    "codegen_reported": schema(
+        {
+            **{name: label() for name in ("device", "profile", "binding_pipe", "point", "source")},
+            "rows": count(1),
+            **{name: number(pa.Check.ge(0)) for name in ("bound_ms", "reported_ms", "explained_share")},
+            "spill_store_bytes": number(pa.Check.ge(0)),
+        },
+        measured=["bound_ms", "reported_ms", "explained_share"],
+    ),
     "codegen_constants": schema(
         {**{name: label() for name in ("device", "constant", "unit", "source")}, "value": number(pa.Check.ge(0))}
     ),
@@ -394,6 +403,7 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
             "kind": label("decode", "prefill"),
             "rows": count(1),
             "context": count(1),
+            "dtype": label("float16", "bfloat16"),
             "selection": label("random", "clustered"),
             "overlap": number(),
             **{name: count(1) for name in ("topk", "q_heads", "kv_heads", "head_dim", "page_size")},
@@ -461,6 +471,16 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["log_ratio", "log_ratio_low", "log_ratio_high"],
     ),
+    "latency_v100": schema(
+        {
+            **{name: label() for name in ("point", "what", "setting", "device")},
+            **{name: number() for name in ("reported_ms", "measured_ms", "factor", "predicted_ms", "miss_percent")},
+            "source": label(),
+            **_PUBLISHED,
+        },
+        measured=["reported_ms", "predicted_ms", "miss_percent"],
+    ),
+    "latency_unmeasured": schema({"what": label(), "code_path": label()}),
     "latency_reported": schema(
         {
             **{name: label() for name in ("point", "group", "device", "what", "setting", "unit")},

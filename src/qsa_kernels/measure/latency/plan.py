@@ -13,7 +13,9 @@ from qsa_kernels.arms import ARMS
 
 DEVICE, SM_70 = "device", "sm_70"
 BASELINES = ("sdpa/fp16", "sdpa/e4m3", "flashinfer/fp16", "flashinfer/e4m3")
-OWN_LAUNCH, BEST_LAUNCH, PARTITION_PREFIX = "own", "best", "partition-"
+# Names of launches beside those of the public profiles: "partition-256" has splits of so many tokens at the best tile;
+# "tile-16x4x1" is 16 columns, four warps, one split.
+OWN_LAUNCH, BEST_LAUNCH, PARTITION_PREFIX, TILE_PREFIX = "own", "best", "partition-", "tile-"
 
 CodePath = Literal["device", "sm_70"]
 _FORBID: Any = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -34,6 +36,7 @@ class Workload:
         kv_heads: KV heads.
         head_dim: elements of a head.
         page_size: tokens a page.
+        dtype: of q and of the unquantised cache.
     """
 
     kind: Literal["decode", "prefill"]
@@ -46,12 +49,14 @@ class Workload:
     kv_heads: int
     head_dim: int
     page_size: int
+    dtype: Literal["float16", "bfloat16"] = "float16"
 
     @property
     def name(self) -> str:
         tokens = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
         detail = self.selection if self.kind == "decode" else f"overlap{round(100 * (self.overlap or 0.0))}"
-        return f"{self.kind}-{self.rows}-{tokens}-{detail}-h{self.q_heads}x{self.kv_heads}-k{self.topk}"
+        suffix = "" if self.dtype == "float16" else f"-{self.dtype}"
+        return f"{self.kind}-{self.rows}-{tokens}-{detail}-h{self.q_heads}x{self.kv_heads}-k{self.topk}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class WorkloadGrid:
     topk: int = 2051
     head_dim: int = 256
     page_size: int = 784
+    dtype: Literal["float16", "bfloat16"] = "float16"
 
     def __iter__(self) -> Iterator[Workload]:
         details: list[Any] = list(self.selection if self.kind == "decode" else self.overlap)
@@ -84,6 +90,7 @@ class WorkloadGrid:
                 kv_heads=heads[1],
                 head_dim=self.head_dim,
                 page_size=self.page_size,
+                dtype=self.dtype,
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qsa_kernels.attention import check_device
+from qsa_kernels.hardware import check_device
 from qsa_kernels.measure import environment
 from qsa_kernels.measure.latency import plan as plans
 from qsa_kernels.measure.latency import protocol, session

@@ -21,12 +21,20 @@ import torch
 
 from qsa_kernels import launch as launches
 from qsa_kernels.arms import ARMS, Arm
-from qsa_kernels.attention import NATIVE_CAPABILITY
+from qsa_kernels.hardware import NATIVE_CAPABILITY
 from qsa_kernels.launch import LaunchConfig
 from qsa_kernels.measure import baselines, workloads
 from qsa_kernels.measure.latency import plan as plans
 from qsa_kernels.measure.latency import protocol
-from qsa_kernels.measure.latency.plan import BASELINES, BEST_LAUNCH, PARTITION_PREFIX, SM_70, Plan, Workload
+from qsa_kernels.measure.latency.plan import (
+    BASELINES,
+    BEST_LAUNCH,
+    PARTITION_PREFIX,
+    SM_70,
+    TILE_PREFIX,
+    Plan,
+    Workload,
+)
 from qsa_kernels.measure.latency.statistics import COPY_ARM
 from qsa_kernels.measure.workloads import AttentionInputs, QuantisedPair
 from qsa_kernels.reference import reference_attention
@@ -57,9 +65,10 @@ def build_inputs(workload: Workload, *, l2_bytes: int, seed: int, device: str = 
 
     Decode: other requests for each input. Prefill: other prompts.
     """
-    shape = {name: getattr(workload, name) for name in ("topk", "q_heads", "kv_heads", "head_dim", "page_size")} | {
-        "device": device
+    shape: dict[str, Any] = {
+        name: getattr(workload, name) for name in ("topk", "q_heads", "kv_heads", "head_dim", "page_size")
     }
+    shape |= {"device": device, "dtype": getattr(torch, workload.dtype)}
     token_bytes = 2 * workload.kv_heads * workload.head_dim  # K and V of one token in E4M3
     if workload.kind == "decode":
         distinct = workload.rows * min(workload.topk, workload.context)
@@ -207,6 +216,9 @@ def resolve(launch: str, arm: Arm, workload: Workload, code_path: str, best: Bes
     if launch.startswith(PARTITION_PREFIX):
         tokens = int(launch.removeprefix(PARTITION_PREFIX))
         return replace(best.config(arm.name, workload, code_path), num_splits=-(-workload.topk // tokens))
+    if launch.startswith(TILE_PREFIX):
+        block_n, warps, splits = map(int, launch.removeprefix(TILE_PREFIX).split("x"))
+        return LaunchConfig(block_n, splits, warps)
     return public_config(launch, arm, workload, code_path)
 
 
