@@ -10,17 +10,21 @@ import triton
 
 from qsa_kernels import e4m3, launch
 from qsa_kernels.arms import Arm
+from qsa_kernels.hardware import (
+    NATIVE_CAPABILITY,
+    TENSOR_CORE_CAPABILITY,
+    Capability,
+    check_device,
+    device_capability,
+)
 from qsa_kernels.kernels.attention import attend_with_dot, attend_with_vector
 from qsa_kernels.kernels.merge import merge_splits
-from qsa_kernels.launch import Capability, LaunchConfig
+from qsa_kernels.launch import LaunchConfig
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 SCALE_PLACEMENTS = ("hoisted", "in_loop")
 DECODERS = ("auto", "exp2", "bitcast", "packed", "native")
 CONTRACTIONS = ("auto", "dot", "vector")
-
-NATIVE_CAPABILITY = (8, 9)
-TENSOR_CORE_CAPABILITY = (8, 0)
 
 _MERGE_STEP = 16
 # The packed decoders move 2^8 into the hoisted factors, which must stay finite in FP32.
@@ -128,44 +132,47 @@ def sparse_paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each row over the tokens that it lists in a paged cache.
 
-    Every entry of `logical_indices` counts as often as it is listed. -1 and tokens, pages and requests out of range carry no
-    weight and are never dereferenced. A row without a valid token gives zeros and an LSE of -inf. A selected NaN code stays
-    visible: in K over the query heads of its KV head, in V at its output element. Scores, softmax state, partials and LSE are
-    FP32; the operator does not synchronise with the host and its launch depends on shapes alone, so it can be captured in a
-    CUDA graph.
+    Every entry of `logical_indices` counts as often as it is listed. -1 and tokens, pages and requests out of range
+    carry no weight and are never dereferenced. A row without a valid token gives zeros and an LSE of -inf. A selected
+    NaN code stays visible: in K over the query heads of its KV head, in V at its output element. Scores, softmax state,
+    partials and LSE are FP32; the operator does not synchronise with the host and its launch depends on shapes alone,
+    so it can be captured in a CUDA graph.
 
     Args:
-        q (torch.Tensor): [rows, q_heads, head_dim] float16 or bfloat16; query head h reads KV head h // (q_heads / kv_heads).
-            head_dim is a power of two from 16 to 256, q_heads / kv_heads from 1 to 16.
-        k_cache (torch.Tensor): [pages, page_size, kv_heads, head_dim]; q.dtype for "auto", uint8 codes or float8_e4m3fn for
-            "fp8_e4m3". Any strides with contiguous elements of a head.
+        q (torch.Tensor): [rows, q_heads, head_dim] float16 or bfloat16; query head h reads KV head h // (q_heads /
+            kv_heads). head_dim is a power of two from 16 to 256, q_heads / kv_heads from 1 to 16.
+        k_cache (torch.Tensor): [pages, page_size, kv_heads, head_dim]; q.dtype for "auto", uint8 codes or float8_e4m3fn
+            for "fp8_e4m3". Any strides with contiguous elements of a head.
         v_cache (torch.Tensor): as `k_cache`, with strides of its own.
         logical_indices (torch.Tensor): [rows, topk] int32, token positions in the request; -1 = no token.
         block_table (torch.Tensor): [requests, pages_per_request] int32, physical pages.
         token_to_req (torch.Tensor): [rows] int32, the request of each row.
         kv_cache_dtype (str): "auto" (an unquantised cache) or "fp8_e4m3".
-        k_scale (float | torch.Tensor): finite, > 0, rounded to FP32; a number or a host tensor of shape [] or [1], since
-            reading a device tensor would synchronise.
+        k_scale (float | torch.Tensor): finite, > 0, rounded to FP32; a number or a host tensor of shape [] or [1],
+            since reading a device tensor would synchronise.
         v_scale (float | torch.Tensor): as `k_scale`.
-        scale_placement (str): "hoisted" out of the tile loop, or "in_loop" before the cast to the operand type, the pre-hoist
-            baseline.
-        decoder (str): "exp2", "bitcast", "packed" (hoisted only), "native" (hoisted only, compute capability >= 8.9) or "auto",
-            the fastest exact one for the device.
-        contraction (str): "dot" (tl.dot), "vector" (products and sums in registers, for GPUs whose dot is FMA; unquantised
-            or packed) or "auto".
+        scale_placement (str): "hoisted" out of the tile loop, or "in_loop" before the cast to the operand type, the
+            pre-hoist baseline.
+        decoder (str): "exp2", "bitcast", "packed" (hoisted only), "native" (hoisted only, compute capability >= 8.9) or
+            "auto", the fastest exact one for the device.
+        contraction (str): "dot" (tl.dot), "vector" (products and sums in registers, for GPUs whose dot is FMA;
+            unquantised or packed) or "auto".
         num_splits (int | None): parts into which the tiles of a row are dealt, 1 to 256; None = by the launch profile.
-        launch_profile (str | LaunchConfig | None): a name in `launch.PROFILES`, a launch of one's own, or None = by capability.
-        out (torch.Tensor | None): [rows, q_heads, head_dim] in q.dtype, contiguous elements of a head; written and returned.
+        launch_profile (str | LaunchConfig | None): a name in `launch.PROFILES`, a launch of one's own, or None = by
+            capability.
+        out (torch.Tensor | None): [rows, q_heads, head_dim] in q.dtype, contiguous elements of a head; written and
+            returned.
         return_lse (bool): also return the log-sum-exp.
 
     Returns:
-        torch.Tensor: [rows, q_heads, head_dim] in q.dtype; with `return_lse` also [rows, q_heads] float32, in log2 units:
+        torch.Tensor: [rows, q_heads, head_dim] in q.dtype; with `return_lse` also [rows, q_heads] float32, in log2
+            units:
         log2(sum_t 2^(score_t * log2(e))). It never contains `v_scale`.
 
     Raises:
         TypeError: an argument has a type or dtype that the contract does not allow; the message names both.
-        ValueError: an argument has another device, rank, shape or range than the contract allows, an option does not exist or
-            not in this combination, or the device cannot run it.
+        ValueError: an argument has another device, rank, shape or range than the contract allows, an option does not
+            exist or not in this combination, or the device cannot run it.
 
     Source:
         1CatAI/1Cat-vLLM#447 (the operator), #452 (bitcast decoder), #453 (hoisted scales).
@@ -217,7 +224,8 @@ def prepare(
 
     Args:
         capability (tuple[int, int] | None): plan for this compute capability in place of the device's.
-        q, k_cache, v_cache, logical_indices, block_table, token_to_req, kv_cache_dtype, k_scale, v_scale, scale_placement,
+        q, k_cache, v_cache, logical_indices, block_table, token_to_req, kv_cache_dtype, k_scale, v_scale,
+        scale_placement,
             decoder, contraction, num_splits, launch_profile, out, return_lse: as for `sparse_paged_attention`.
     """
     k_factor, v_factor = _validate(
@@ -254,65 +262,13 @@ def prepare(
     return PreparedCall(kernels, result, lse)
 
 
-def device_capability(device: torch.device) -> Capability | None:
-    """Compute capability of a CUDA device; None for a CPU, where kernels run in Triton's interpreter.
-
-    Raises:
-        ValueError: a CPU while Triton compiles (TRITON_INTERPRET was not set to 1 before Triton was imported), or another
-            kind of device.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    if device.type != "cpu":
-        raise ValueError(f"q: expected a tensor on a CUDA device or on the CPU (interpreter), got {device}")
-    if not interpreting():
-        raise ValueError(
-            "q: tensors on the CPU need Triton's interpreter; set TRITON_INTERPRET=1 before triton is first imported"
-        )
-    return None
-
-
-def interpreting() -> bool:
-    """Whether the kernels were built for Triton's interpreter, which is decided when they are imported."""
-    return not isinstance(attend_with_dot, triton.JITFunction)
-
-
-def check_device(capability: Capability | None, dtype: torch.dtype) -> None:
-    """Refuse what a device cannot run, in one line.
-
-    Raises:
-        ValueError: BF16 below compute capability 8.0, or a torch build without machine code for the device.
-    """
-    if capability is None:
-        return
-    name = f"{capability[0]}.{capability[1]}"
-    if dtype == torch.bfloat16 and capability < TENSOR_CORE_CAPABILITY:
-        raise ValueError(f"q: bfloat16 needs compute capability 8.0 or higher, this device has {name}; use float16")
-    built_for = torch.cuda.get_arch_list()
-    if built_for and not any(_runs_on(arch, capability) for arch in built_for):
-        raise ValueError(
-            f"q: this torch build has no code for compute capability {name} (it has {', '.join(built_for)}); "
-            "install a build that names the device's architecture"
-        )
-
-
-def _runs_on(arch: str, capability: Capability) -> bool:
-    """Whether machine code (same major, not newer) or PTX (not newer) of a build runs on a device."""
-    kind, _, digits = arch.partition("_")
-    digits = digits.rstrip("af")
-    built = (int(digits[:-1]), int(digits[-1]))
-    if kind == "compute":
-        return built <= capability
-    return built[0] == capability[0] and built <= capability
-
-
 def resolve_options(
     capability: Capability | None, *, kv_cache_dtype: str, scale_placement: str, decoder: str, contraction: str
 ) -> tuple[str, str]:
     """The decoder ("none" for an unquantised cache) and the contraction that "auto" stands for.
 
-    The vector contraction and the packed decoder below 8.0, the dot and the packed decoder from 8.0 and in the interpreter,
-    the dot and the hardware conversion from 8.9.
+    The vector contraction and the packed decoder below 8.0, the dot and the packed decoder from 8.0 and in the
+    interpreter, the dot and the hardware conversion from 8.9.
 
     Raises:
         ValueError: an option that does not exist, or a combination that has no kernel or no hardware here.
@@ -332,11 +288,9 @@ def resolve_options(
 
     hoisted = scale_placement == "hoisted"
     if decoder == "auto":
-        has_conversion = capability is not None and capability >= NATIVE_CAPABILITY
-        if not hoisted:
-            decoder = "bitcast"
-        else:
-            decoder = "native" if has_conversion and contraction != "vector" else "packed"
+        has_conversion = capability is not None and capability >= NATIVE_CAPABILITY and contraction != "vector"
+        fastest_hoisted = "native" if has_conversion else "packed"
+        decoder = fastest_hoisted if hoisted else "bitcast"
     if contraction == "auto":
         contraction = "dot" if has_fast_dot or decoder != "packed" else "vector"
     if decoder in ("packed", "native") and not hoisted:
@@ -393,7 +347,7 @@ def kernel_spec(
         launch_profile=config,
     )
     activation = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
-    cache = {"none": activation, "native": "*fp8e4nv"}.get(plan.constants["DECODER"], "*u8")
+    cache = "*u8" if arm.is_quantised else activation
     pointers = {
         "q_ptr": activation,
         "k_cache_ptr": cache,
@@ -420,9 +374,7 @@ def kernel_spec(
             signature[name] = "i32"
             if name.endswith("_stride") and name not in ("indices_row_stride", "block_table_stride"):
                 attributes[(position,)] = [["tt.divisibility", 16]]
-    return KernelSpec(
-        plan.function, signature, constants, attributes, plan.config.num_warps, plan.config.num_stages
-    )
+    return KernelSpec(plan.function, signature, constants, attributes, plan.config.num_warps, plan.config.num_stages)
 
 
 def _plan(
@@ -504,8 +456,7 @@ def _kernel_calls(
     else:
         partial_out = partial_lse = torch.empty(0, dtype=torch.float32, device=q.device)
     if plan.constants["DECODER"] != "none":
-        stored_as = torch.float8_e4m3fn if plan.constants["DECODER"] == "native" else torch.uint8
-        k_cache, v_cache = k_cache.view(stored_as), v_cache.view(stored_as)
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     attend = KernelCall(
         plan.function,
         (rows, plan.programs_per_row, splits),
@@ -643,23 +594,28 @@ def _validate(
         raise ValueError(f"q: expected head_dim to be one of {list(launch.HEAD_DIMS)}, got {head_dim}")
     if kv_heads == 0 or q_heads % kv_heads or not 1 <= q_heads // kv_heads <= launch.MAX_GROUP:
         raise ValueError(
-            f"q: expected q_heads to be 1 to {launch.MAX_GROUP} times kv_heads, got {q_heads} query and {kv_heads} KV heads"
+            f"q: expected q_heads to be 1 to {launch.MAX_GROUP} times kv_heads, "
+            f"got {q_heads} query and {kv_heads} KV heads"
         )
     if k_cache.shape[1] == 0:
         raise ValueError(f"k_cache: expected a page_size of at least 1, got shape {list(k_cache.shape)}")
     for name in ("q", "k_cache", "v_cache", "out", "logical_indices", "block_table"):
         if name in tensors and tensors[name].numel() and tensors[name].stride(-1) != 1:
-            raise ValueError(f"{name}: expected contiguous elements along the last axis, got strides {tensors[name].stride()}")
+            raise ValueError(
+                f"{name}: expected contiguous elements along the last axis, got strides {tensors[name].stride()}"
+            )
     if token_to_req.numel() > 1 and token_to_req.stride(0) != 1:
         raise ValueError(f"token_to_req: expected contiguous elements, got strides {token_to_req.stride()}")
-    if out is not None and out.data_ptr() in (q.data_ptr(),) and out.numel():
+    if out is not None and out.numel() and out.data_ptr() == q.data_ptr():
         raise ValueError("out: expected memory of its own, got that of q")
     return _scale("k_scale", k_scale, kv_cache_dtype), _scale("v_scale", v_scale, kv_cache_dtype)
 
 
 def _scale(name: str, scale: float | torch.Tensor, kv_cache_dtype: str) -> float:
     if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
-        raise TypeError(f"{name}: expected a number or a host tensor, got one on {scale.device}; reading it would synchronise")
+        raise TypeError(
+            f"{name}: expected a number or a host tensor, got one on {scale.device}; reading it would synchronise"
+        )
     if isinstance(scale, bool) or not isinstance(scale, int | float | torch.Tensor):
         raise TypeError(f"{name}: expected a number or a tensor of shape [] or [1], got {type(scale).__name__}")
     value = e4m3.scale_value(scale, name)

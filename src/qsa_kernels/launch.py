@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-Capability = tuple[int, int]
+from qsa_kernels.hardware import Capability
 
 MAX_SPLITS = 256
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16
 
 _KIB = 1024
-# Shared memory that one block may use. Source: CUDA C++ Programming Guide, technical specifications per compute capability.
+# Shared memory that one block may use. Source: CUDA C++ Programming Guide, technical specifications per compute
+# capability.
 SHARED_MEMORY_BYTES: dict[Capability, int] = {
     (7, 0): 96 * _KIB,
     (7, 2): 96 * _KIB,
@@ -158,8 +159,8 @@ def choose(
     """The launch of one call.
 
     Args:
-        profile (str | LaunchConfig | None): a name in `PROFILES`, a launch of the caller's own, or None for the table of
-            the capability.
+        profile (str | LaunchConfig | None): a name in `PROFILES`, a launch of the caller's own, or None for the table
+            of the capability.
         capability (tuple[int, int] | None): compute capability; None for the interpreter, which has no limits.
         rows (int): query rows.
         q_heads (int): query heads.
@@ -172,8 +173,8 @@ def choose(
         num_splits (int | None): overrides the split count.
 
     Raises:
-        ValueError: an unknown profile, one of another contraction, a size out of range, or a caller's own tile that does
-            not fit the shared memory of the capability (with the needed and the available bytes).
+        ValueError: an unknown profile, one of another contraction, a size out of range, or a caller's own tile that
+            does not fit the shared memory of the capability (with the needed and the available bytes).
     """
     if isinstance(profile, LaunchConfig):
         config = profile
@@ -213,9 +214,9 @@ def padded_group(group: int) -> int:
 def heads_per_program(group: int, *, quantised: bool) -> int:
     """Query heads that one program of the vector contraction keeps in registers.
 
-    A thread holds, per head, its share of q and of the partial outputs: as many FP32 registers each as it loads elements of
-    a row, 16 codes or 8 halves. Six quantised heads fill the 255 registers of a thread; a larger group is dealt evenly to
-    several programs.
+    A thread holds, per head, its share of q and of the partial outputs: as many FP32 registers each as it loads
+    elements of a row, 16 codes or 8 halves. Six quantised heads fill the 255 registers of a thread; a larger group is
+    dealt evenly to several programs.
     """
     most = 6 if quantised else 12
     return -(-group // -(-group // most))

@@ -7,8 +7,8 @@ from .decode import decode_tile
 from .paging import count_tiles_in_use, locate_tokens, uniform
 from .scaling import divisor, log_sum_exp, output_factor, softmax_factor
 
-# Score of a token without weight, and a start of the running maximum so far above it that their difference gives a weight
-# of exactly zero even where a tile has no valid token. Both are finite, since -inf - -inf is NaN.
+# Score of a token without weight, and a start of the running maximum so far above it that their difference gives a
+# weight of exactly zero even where a tile has no valid token. Both are finite, since -inf - -inf is NaN.
 LOWEST = tl.constexpr(-3.0e38)
 MAXIMUM_START = tl.constexpr(-1.0e38)
 
@@ -219,9 +219,9 @@ def attend_with_vector(
 ):
     """One split of one row and up to BLOCK_M heads of a group: products and sums in registers, probabilities in FP32.
 
-    SPREAD is the number of tokens that one 16-byte load a thread covers. A tile is read SPREAD tokens at a time, and each of
-    those places keeps a softmax state and a partial output of its own per head, merged once after the loop: only the sum of a
-    score over the head dimension crosses threads.
+    SPREAD is the number of tokens that one 16-byte load a thread covers. A tile is read SPREAD tokens at a time, and
+    each of those places keeps a softmax state and a partial output of its own per head, merged once after the loop:
+    only the sum of a score over the head dimension crosses threads.
     """
     PROGRAMS_PER_GROUP: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     STEPS: tl.constexpr = BLOCK_N // SPREAD

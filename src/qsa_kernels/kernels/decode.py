@@ -43,8 +43,8 @@ def decode_packed(codes):
 def decode_packed_assembly(codes):
     """`decode_packed` for four codes at a time: nine integer instructions a 32-bit word.
 
-    The NaN flag takes the place of each byte's sign bit; the permute puts the sign, replicated, above the byte, so that one
-    shift aligns both.
+    The NaN flag takes the place of each byte's sign bit; the permute puts the sign, replicated, above the byte, so that
+    one shift aligns both.
     """
     words = tl.inline_asm_elementwise(
         """
@@ -84,7 +84,7 @@ def decode_unscaled(codes, DECODER: tl.constexpr, ASSEMBLY: tl.constexpr):
         else:
             return decode_packed(codes)
     else:
-        return codes.to(tl.float16)
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @triton.jit
@@ -93,7 +93,8 @@ def decode_tile(
 ):
     """A loaded K or V tile as operands of the contraction.
 
-    A decoder of "none" is an unquantised cache. Before hoisting, the scale multiplies every element in FP32 ahead of the cast.
+    A decoder of "none" is an unquantised cache. Before hoisting, the scale multiplies every element in FP32 ahead of
+    the cast.
     """
     if DECODER == "none":
         return tile.to(OPERAND)

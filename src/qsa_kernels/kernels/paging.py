@@ -11,8 +11,8 @@ SCAN_COLUMNS = tl.constexpr(512)
 def uniform(value, ASSEMBLY: tl.constexpr):
     """A value that all threads share, in a form that the assembler knows to be shared.
 
-    Without this, ptxas for sm_70 takes a loop bounded by the result of a reduction for a divergent one and calls a function
-    for every shuffle in it.
+    Without this, ptxas for sm_70 takes a loop bounded by the result of a reduction for a divergent one and calls a
+    function for every shuffle in it.
     """
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
@@ -28,8 +28,8 @@ def count_tiles_in_use(
 ):
     """How many of this split's tiles, up to its last listed token, hold work.
 
-    Tile `i` of a split starts at column `(split + i * num_splits) * BLOCK_N`, so that padding at the end of a row shortens
-    every split alike.
+    Tile `i` of a split starts at column `(split + i * num_splits) * BLOCK_N`, so that padding at the end of a row
+    shortens every split alike.
     """
     NUM_TILES: tl.constexpr = (TOPK + BLOCK_N - 1) // BLOCK_N
     STEP: tl.constexpr = SCAN_COLUMNS // BLOCK_N if SCAN_COLUMNS > BLOCK_N else 1

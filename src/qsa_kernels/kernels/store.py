@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def encode_e4m3(x):
-    """FP32 to E4M3FN codes: nearest, ties to even, saturating at 448; NaN stays NaN. Integer operations, no FP8 type."""
-    bits = x.to(tl.int32, bitcast=True)
+    """FP32 to E4M3FN codes: nearest, ties to even, saturating at 448; NaN stays NaN. Integer operations, no FP8
+    type.""" bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # round at the third mantissa bit, then move the exponent bias from 127 to 7
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)

@@ -1,8 +1,8 @@
 """The code that a V100 would execute, run on the GPU at hand.
 
-Triton compiles a kernel for compute capability 7.0 to PTX; Triton's own assembler turns that PTX into machine code for the
-present device. What runs is the sm_70 code path (FMA in place of tensor cores, no asynchronous copies, no hardware conversion of
-FP8) on another GPU: evidence about mechanisms and about relative cost, never the speed of a V100.
+Triton compiles a kernel for compute capability 7.0 to PTX; Triton's own assembler turns that PTX into machine code for
+the present device. What runs is the sm_70 code path (FMA in place of tensor cores, no asynchronous copies, no hardware
+conversion of FP8) on another GPU: evidence about mechanisms and about relative cost, never the speed of a V100.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _POINTER_TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -54,8 +53,8 @@ class _Loaded:
 class Launcher:
     """Runs the operator's kernels as compiled for another compute capability.
 
-    An instance has the call signature of `sparse_paged_attention` and keeps what it has compiled and loaded. Two instances
-    share nothing, so that a second one is a separately compiled copy of the first.
+    An instance has the call signature of `sparse_paged_attention` and keeps what it has compiled and loaded. Two
+    instances share nothing, so that a second one is a separately compiled copy of the first.
 
     Args:
         capability (tuple[int, int]): whose code path; at most that of the device.
@@ -70,7 +69,9 @@ class Launcher:
 
     def __post_init__(self) -> None:
         if not torch.cuda.is_available():
-            raise RuntimeError("the code path of another compute capability can be run on a CUDA device only; none is here")
+            raise RuntimeError(
+                "the code path of another compute capability can be run on a CUDA device only; none is here"
+            )
         device = torch.cuda.get_device_capability()
         if self.capability > device:
             raise ValueError(f"capability: expected at most the device's {device}, got {self.capability}")

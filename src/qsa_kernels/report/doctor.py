@@ -78,7 +78,7 @@ def _gpu() -> Iterator[_Row]:
         for name in ("CUDA kernels", "bfloat16 queries", "native E4M3 conversion"):
             yield _row(name, "no", why, optional=True)
         return
-    from qsa_kernels.attention import check_device
+    from qsa_kernels.hardware import check_device
 
     facts = environment.device_facts()
     capability = torch.cuda.get_device_capability()
