@@ -84,6 +84,18 @@ class Manifest(BaseModel):
         path.write_text(text + "\n", encoding="utf-8")
 
 
+def make(**fields: Any) -> Manifest:
+    """A manifest of these fields.
+
+    Raises:
+        ValueError: names each field that is unknown, missing, blank or of another type.
+    """
+    try:
+        return Manifest(**fields)
+    except ValidationError as error:
+        raise ValueError(explain(error, Manifest, f"run {fields.get('run_id')}", "field")) from None
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 

@@ -318,7 +318,7 @@ def store(
         for name, frame in frames.items():
             path = tables.write(frame, name, partial)
             stored[name] = StoredFile(file=path.name, sha256=repository.sha256(path))
-        record = Manifest(
+        record = manifest.make(
             run_id=run_id,
             chapter=chapter,
             profile=profile,
@@ -497,7 +497,7 @@ def _finish(job: Job, context: RunContext, partial: Path, output: Path, wall_tim
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.metadata["qsa"] = {"run_id": context.run_id, "job": job.digest}
     nbformat.write(notebook, output)
-    Manifest(
+    manifest.make(
         run_id=context.run_id,
         chapter=job.name,
         profile=job.profile,
