@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -12,7 +13,7 @@ import torch
 import qsa_kernels
 from qsa_kernels import e4m3
 from qsa_kernels.arms import ARMS, Arm
-from qsa_kernels.launch import choose
+from qsa_kernels.launch import LaunchConfig, choose
 from qsa_kernels.measure import precision, smollm2, workloads
 from qsa_kernels.measure.workloads import AttentionInputs, QuantisedPair
 from qsa_kernels.reference import reference_attention
@@ -27,6 +28,8 @@ CHANNEL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HISTOGRAM_BINS = 61
 HISTOGRAM_REACH = 1.5e-3  # of the RMS of the reference, to either side
 
+REPORTED = Path(__file__).resolve().parents[3] / "data" / "reported" / "error.csv"
+
 Operator = Callable[..., torch.Tensor]
 
 
@@ -38,8 +41,7 @@ class Result:
         inputs (AttentionInputs): the call, on the cache that the arm reads.
         arm (Arm): which arm.
         mode (str): "single" or "split".
-        num_splits (int): parts of each row.
-        block_n (int): tokens a tile.
+        launch (LaunchConfig): tile width and split count.
         output (torch.Tensor | None): [rows, q_heads, head_dim]; None where the arm cannot run.
         references (dict[str, torch.Tensor]): by name, on the decoded cache of `inputs`.
         peer (torch.Tensor): an independent implementation with the arm's casts.
@@ -49,8 +51,7 @@ class Result:
     inputs: AttentionInputs
     arm: Arm
     mode: str
-    num_splits: int
-    block_n: int
+    launch: LaunchConfig
     output: torch.Tensor | None
     references: dict[str, torch.Tensor]
     peer: torch.Tensor
@@ -137,8 +138,7 @@ def run(
     Args:
         pairs (Iterable[QuantisedPair]): the cases.
         arms (Sequence[str]): names in `ARMS`.
-        splits (int): most parts of a row in mode "split"; a row of fewer tiles gets one part more than it has tiles, which
-            stays empty.
+        splits (int): most parts of a row in mode "split"; a row of fewer tiles gets one part more than it has tiles.
         operator (Operator | None): what to call; None = `sparse_paged_attention`.
 
     Raises:
@@ -161,16 +161,14 @@ def run(
             arm = ARMS[name]
             inputs, selected, references = twins[arm.kv_cache_dtype]
             peer = precision.same_precision(selected, arm)
-            block_n = _block_n(inputs, arm)
-            for mode, num_splits in _modes(inputs.topk, block_n, splits):
-                output, reason = _call(operator, inputs, arm, num_splits)
+            for mode, launch in _launches(inputs, arm, splits).items():
+                output, reason = _call(operator, inputs, arm, launch)
                 results.append(
                     Result(
                         inputs=inputs,
                         arm=arm,
                         mode=mode,
-                        num_splits=num_splits,
-                        block_n=block_n,
+                        launch=launch,
                         output=output,
                         references=references,
                         peer=peer,
@@ -206,8 +204,8 @@ def cells(results: Iterable[Result]) -> pd.DataFrame:
                     "topk": result.inputs.topk,
                     "arm": result.arm.name,
                     "mode": result.mode,
-                    "num_splits": result.num_splits,
-                    "block_n": result.block_n,
+                    "num_splits": result.launch.num_splits,
+                    "block_n": result.launch.block_n,
                     "reference": name,
                     **errors,
                     "peer_max_abs": peer["max_abs"],
@@ -453,8 +451,8 @@ def overflow(*, arms: Sequence[str] = tuple(ARMS), splits: int = 64, operator: O
 
     for name in arms:
         if ARMS[name].is_quantised:
-            for mode, num_splits in _modes(inputs.topk, _block_n(inputs, ARMS[name]), splits):
-                output, reason = _call(operator, inputs, ARMS[name], num_splits)
+            for mode, launch in _launches(inputs, ARMS[name], splits).items():
+                output, reason = _call(operator, inputs, ARMS[name], launch)
                 add(name, mode, None if output is None else float(output[0, 0, 0]), exact, reason)
     held = raw.to(torch.float16).double()
     add("control: products held in FP16", "none", float((held * factor).softmax(-1)[0, 0, 0]), math.nan, "inf - inf")
@@ -534,8 +532,92 @@ def channels(pairs: Iterable[QuantisedPair]) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
+def reported(file: Path = REPORTED) -> pd.DataFrame:
+    """The public error figures, each with its source, by id.
+
+    Args:
+        file (Path): CSV with the columns id, quantity, value, unit, kind, setting, source_url, note.
+    """
+    return pd.read_csv(file, keep_default_na=False, dtype={"value": float}, float_precision="round_trip").set_index(
+        "id"
+    )
+
+
+def beside_reported(cell_table: pd.DataFrame, source_table: pd.DataFrame, figures: pd.DataFrame) -> pd.DataFrame:
+    """Each public error figure beside what was measured here, with what differs between the two.
+
+    Args:
+        cell_table (pd.DataFrame): from `cells`.
+        source_table (pd.DataFrame): from `sources`, random and captured cases.
+        figures (pd.DataFrame): from `reported`.
+    """
+    records = []
+
+    def add(key: str, subject: str, measured: float, differs: str, reason: str = "") -> None:
+        figure = figures.loc[key]
+        records.append(
+            {
+                "quantity": figure["quantity"],
+                "setting": figure["setting"],
+                "reported": float(figure["value"]),
+                "measured_on": subject,
+                "measured": measured,
+                "measured_over_reported": measured / float(figure["value"]),
+                "what_differs": differs,
+                "kind": figure["kind"],
+                "source_url": figure["source_url"],
+                "status": "skipped" if reason else "passed",
+                "reason": reason,
+            }
+        )
+
+    published = cell_table[
+        (cell_table[["case", "rows", "q_heads", "head_dim"]] == ["published-topk2051", 3, 6, 256]).all(axis=1)
+        & (cell_table["mode"] == "split")
+        & (cell_table["reference"] == "fp32")
+        & (cell_table["status"] == "passed")
+        & cell_table["arm"].map(lambda name: ARMS[name].is_quantised)
+    ]
+    differs = "drawn tensors and selection (theirs are not public); device; summation order of products and splits"
+    for row in published.itertuples():
+        other = "" if row.arm == "hoisted/bitcast" else "arm (theirs is hoisted/bitcast); "
+        add("long_split_max_abs", str(row.arm), float(row.max_abs), other + differs)
+    if published.empty:
+        add(
+            "long_split_max_abs",
+            "the long case",
+            math.nan,
+            "shape",
+            "needs the published shape: 3 rows, 6 query heads, head dim 256, topk 2051",
+        )
+    for key in ("mixed_route_max_abs", "mixed_route_mean_abs"):
+        add(key, "nothing", math.nan, "route", "grouped Flash-V100 and XQA kernels are not part of this operator")
+
+    cache = source_table[source_table["source"] == "cache K and V"]
+    captured = cache["case"].str.startswith("layer ")
+    for subject, rows in (
+        ("random long case", cache[cache["case"].str.endswith("2051")]),
+        ("real layers, median", cache[captured]),
+    ):
+        if not rows.empty:
+            differs = "model and text" if subject.startswith("real") else "random tensors instead of a model's"
+            add(
+                "quality_relative_l2",
+                subject,
+                float(rows["rms_relative"].median()),
+                f"{differs}; context length; scales",
+            )
+            add(
+                "quality_cosine",
+                subject,
+                1.0 - float(rows["cosine_distance"].median()),
+                f"{differs}; context length; scales",
+            )
+    return pd.DataFrame(records)
+
+
 def _call(
-    operator: Operator | None, inputs: AttentionInputs, arm: Arm, num_splits: int
+    operator: Operator | None, inputs: AttentionInputs, arm: Arm, launch: LaunchConfig
 ) -> tuple[torch.Tensor | None, str]:
     reason = _unavailable(arm, inputs.q.device)
     if reason:
@@ -543,7 +625,7 @@ def _call(
     out = torch.full_like(inputs.q, math.nan)
     try:
         call = operator or qsa_kernels.sparse_paged_attention  # Triton is imported here, after its setting is chosen
-        call(**{**inputs.arguments(), **arm.options(), "num_splits": num_splits, "out": out})
+        call(**{**inputs.arguments(), **arm.options(), "launch_profile": launch, "out": out})
     except NotImplementedError as error:
         return None, str(error) or "not implemented"
     return out, ""
@@ -560,22 +642,36 @@ def _unavailable(arm: Arm, device: torch.device) -> str:
     return ""
 
 
-def _modes(topk: int, block_n: int, splits: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    return ("single", 1), ("split", max(2, min(splits, -(-topk // block_n) + 1)))
+def _launches(inputs: AttentionInputs, arm: Arm, splits: int) -> dict[str, LaunchConfig]:
+    """One launch with a single split and one with several, by mode.
 
-
-def _block_n(inputs: AttentionInputs, arm: Arm) -> int:
+    On a GPU the launch profile decides the tile. Interpreted, the split launch has the public tile of 16 tokens (for up
+    to 31 programs), the single one the public 64 for long rows, and the register contraction 128 instead of 8, because
+    the interpreter's time goes by tiles.
+    """
     rows, q_heads, head_dim = inputs.q.shape
     device = inputs.q.device
-    return choose(
-        None,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        rows=rows,
-        q_heads=q_heads,
-        kv_heads=inputs.k_cache.shape[2],
-        head_dim=head_dim,
-        topk=inputs.topk,
-        itemsize=inputs.q.element_size(),
-        quantised=arm.is_quantised,
-        contraction=arm.contraction,
-    ).block_n
+    launches = {}
+    for mode in ("single", "split"):
+        config = choose(
+            None,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            rows=rows,
+            q_heads=q_heads,
+            kv_heads=inputs.k_cache.shape[2],
+            head_dim=head_dim,
+            topk=inputs.topk,
+            itemsize=inputs.q.element_size(),
+            quantised=arm.is_quantised,
+            contraction=arm.contraction,
+        )
+        if device.type != "cuda":
+            is_long = inputs.topk > 256
+            width = (
+                (128 if is_long else 16) if arm.contraction == "vector" else 64 if is_long and mode == "single" else 16
+            )
+            config = replace(config, block_n=width)
+        # One part more than there are tiles, which stays empty, but never fewer than two.
+        most = max(2, min(splits, -(-inputs.topk // config.block_n) + 1))
+        launches[mode] = replace(config, num_splits=1 if mode == "single" else most)
+    return launches

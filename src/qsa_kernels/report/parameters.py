@@ -64,6 +64,25 @@ class EnvironmentParameters(ChapterParameters):
     """The page of versions, runs and checksums has nothing to choose."""
 
 
+class ErrorParameters(ChapterParameters):
+    """Shapes, draws and arms of the random cases, and which part of a real model's cache is added."""
+
+    rows: Annotated[int, Field(ge=1, le=64)]
+    q_heads: Annotated[int, Field(ge=1, le=16)]
+    head_dim: Annotated[int, Field(ge=16, le=256)]
+    topk: Annotated[int, Field(ge=1, le=8192)]
+    splits: Annotated[int, Field(ge=2, le=256)]
+    seed: Annotated[int, Field(ge=0)]
+    seeds: Annotated[int, Field(ge=1, le=1000)]
+    arms: Annotated[list[str], Field(min_length=1)]
+    text: str
+    tokens: Annotated[int, Field(ge=16, le=8192)]
+    real_rows: Annotated[int, Field(ge=1, le=64)]
+    real_topk: Annotated[int, Field(ge=1, le=4096)]
+    real_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    real_splits: Annotated[int, Field(ge=2, le=256)]
+
+
 class ExampleParameters(ChapterParameters):
     """The smallest chapter: what the tests of the runner execute."""
 
@@ -88,6 +107,7 @@ PARAMETERS: dict[str, type[ChapterParameters]] = {
     "capacity": CapacityParameters,
     "codegen": CodegenParameters,
     "environment": EnvironmentParameters,
+    "error": ErrorParameters,
     "example": ExampleParameters,
     "latency": LatencyParameters,
 }

@@ -93,6 +93,22 @@ _KERNEL_SIZES = (
 )
 _BOUNDS = ("bound_cycles_per_tile", "blocks_per_sm", "warps_per_sm", "bound_us")
 
+_ERRORS = {name: number(pa.Check.ge(0)) for name in ("max_abs", "mean_abs", "rms_relative", "cosine_distance")}
+_ERROR_CELL = {
+    "case": label(),
+    **{name: count(1) for name in ("rows", "q_heads", "kv_heads", "head_dim", "topk")},
+    "arm": label(),
+    "mode": label("single", "split"),
+    **{name: count(1) for name in ("num_splits", "block_n")},
+    "reference": label("fp64", "fp32"),
+    **_ERRORS,
+    **{
+        f"{whose}_{metric}": number(pa.Check.ge(0))
+        for whose in ("peer", "budget")
+        for metric in ("max_abs", "rms_relative")
+    },
+}
+
 _KIND = label("k", "v")
 _CHOICE = label("calibrated", "unit", "double", "half", "p99.9", "exchanged")
 
@@ -489,6 +505,68 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
             **_PUBLISHED,
         },
         measured=["value"],
+    ),
+    "error_cells": schema(_ERROR_CELL, measured=list(_ERRORS)),
+    "error_real_cells": schema(_ERROR_CELL, measured=list(_ERRORS)),
+    "error_histograms": schema(
+        {
+            **{name: label() for name in ("case", "arm", "mode")},
+            **{name: number() for name in ("low_of_rms", "high_of_rms", "elements")},
+        },
+        measured=["elements"],
+    ),
+    "error_sources": schema(
+        {"case": label(), "part": label("cache", "kernel"), "source": label(), **_ERRORS}, measured=list(_ERRORS)
+    ),
+    "error_ranges": schema(
+        {
+            "case": label(),
+            **{
+                name: number(pa.Check.ge(0))
+                for name in (
+                    *("k_scale", "raw_dot_in_loop_max_abs", "raw_dot_hoisted_max_abs"),
+                    *("raw_dot_hoisted_reachable", "fp16_max"),
+                )
+            },
+            "exceeds_fp16": pa.Column(bool),
+        },
+        measured=["raw_dot_hoisted_max_abs"],
+    ),
+    "error_overflow": schema(
+        {
+            "route": label(),
+            "mode": label("single", "split", "none"),
+            **{name: number() for name in ("raw_dot_max", "fp16_max", "output", "expected")},
+        },
+        measured=["raw_dot_max"],
+    ),
+    "error_seeds": schema(
+        {
+            "seed": count(),
+            "arm": label(),
+            "reference": label("fp64", "fp32"),
+            **{name: number(pa.Check.ge(0)) for name in ("max_abs", "rms_relative")},
+        },
+        measured=["max_abs"],
+    ),
+    "error_channels": schema(
+        {
+            "case": label(),
+            **{name: count(1) for name in ("channels", "largest_channels")},
+            **{
+                name: number(pa.Check.ge(0))
+                for name in ("score_error_share", "k_max_over_median_channel", "k_subnormal_share")
+            },
+        },
+        measured=["score_error_share"],
+    ),
+    "error_reported": schema(
+        {
+            **{name: label() for name in ("quantity", "setting", "measured_on", "what_differs")},
+            **{name: number() for name in ("reported", "measured", "measured_over_reported")},
+            **_PUBLISHED,
+        },
+        measured=["reported", "measured"],
     ),
     "example_cells": schema({"label": label(), "rows": count(1), "square": number()}, measured=["square"]),
 }
