@@ -76,7 +76,7 @@ class Geometry:
         """Tensor name of one scale."""
         return f"{self.prefix}.{layer}.self_attn.{kind}_scale"
 
-    def keys(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """All tensor names: layers ascending, K before V."""
         return tuple(self.key(layer, kind) for layer in self.layers for kind in KINDS)
 
@@ -131,7 +131,7 @@ class KVScales:
         return self.layers[layer]
 
     def items(self) -> Iterator[tuple[int, Kind, float]]:
-        """Layer, kind and scale, in the order of `geometry.keys()`."""
+        """Layer, kind and scale, in the order of `geometry.names()`."""
         for layer, scales in self.layers.items():
             yield layer, "k", scales.k_scale
             yield layer, "v", scales.v_scale
@@ -248,7 +248,7 @@ class ScaleSlots:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self._slots = dict.fromkeys(geometry.keys(), SENTINEL)
+        self._slots = dict.fromkeys(geometry.names(), SENTINEL)
         self._loaded: set[str] = set()
         self._problems: list[str] = []
         self._open_streams = 0
@@ -426,7 +426,7 @@ def load_checkpoint(folder: Path | str, geometry: Geometry, base_index_sha256: s
             if key in weight_map or is_scale_name(key):
                 holders.setdefault(key, []).append(file.name)
 
-    expected = dict.fromkeys(geometry.keys())
+    expected = dict.fromkeys(geometry.names())
     for key in expected:
         if key not in weight_map:
             problems.append(f"missing {key}: not in the index")
@@ -469,7 +469,7 @@ def load_pack(folder: Path | str, geometry: Geometry, base_index_sha256: str | N
 
 def _values(path: Path, header: Header, geometry: Geometry) -> Iterator[tuple[str, np.ndarray]]:
     """Name and value of the tensors; those of another dtype or size are not read, only described."""
-    expected = set(geometry.keys())
+    expected = set(geometry.names())
     try:
         with safe_open(path, framework="numpy") as file:
             for key, entry in header.tensors.items():

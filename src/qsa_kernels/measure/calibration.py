@@ -586,7 +586,7 @@ def _derive(
     if problems:
         raise WeightFileError(base, problems)
 
-    keys = geometry.keys()
+    keys = geometry.names()
     index["weight_map"] = weight_map | dict.fromkeys(keys, file_name)
     if isinstance(index.get("metadata"), dict) and isinstance(index["metadata"].get("total_size"), int):
         index["metadata"]["total_size"] += len(content)

@@ -40,7 +40,7 @@ def published_pack(path: Path = REPORTED) -> pd.DataFrame:
         path: the table of reported figures.
     """
     table = pd.read_csv(path)
-    keys = QWEN4_EXP.keys()
+    keys = QWEN4_EXP.names()
     value = table.set_index("quantity")["value"]
     here = {
         "scales": float(len(keys)),

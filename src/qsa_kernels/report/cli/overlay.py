@@ -76,7 +76,7 @@ def check(
 ) -> None:
     """Exit with 0 only if every expected scale loads; else one message lists all that is wrong."""
     loaded, notes = _load(path, _geometry(layers, prefix), _base_digest(base_index, base_index_sha256))
-    count = len(loaded.geometry.keys())
+    count = len(loaded.geometry.names())
     binding = (
         f"bound to base index {loaded.base_index_sha256}" if loaded.base_index_sha256 else "bound to no base index"
     )
@@ -175,7 +175,7 @@ def build(
             runs = [calibration.CalibrationReport.read(path) for path in report or []]
             result = runs[0] if len(runs) == 1 else calibration.envelope(runs)
         loaded = calibration.derive_checkpoint(base, output, result)
-    count = len(loaded.geometry.keys())
+    count = len(loaded.geometry.names())
     typer.echo(
         f"{output}: {count} scales under {loaded.geometry.prefix}, bound to base index {loaded.base_index_sha256}"
     )
