@@ -90,8 +90,9 @@ class PagedKVCache:
             if tensor.dtype != self.dtype:
                 raise TypeError(f"{name}: expected {self.dtype}, got {tensor.dtype}")
             if list(tensor.shape) != [tokens, kv_heads, head_dim]:
+                expected = [tokens, kv_heads, head_dim]
                 raise ValueError(
-                    f"{name}: expected [tokens, kv_heads, head_dim] = {[tokens, kv_heads, head_dim]}, got {list(tensor.shape)}"
+                    f"{name}: expected [tokens, kv_heads, head_dim] = {expected}, got {list(tensor.shape)}"
                 )
             if tensor.numel() and tensor.stride(-1) != 1:
                 raise ValueError(f"{name}: expected contiguous elements of a head, got strides {tensor.stride()}")

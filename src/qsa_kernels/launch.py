@@ -252,8 +252,8 @@ def _overflow(
     if needed <= limit:
         return None
     return (
-        f"a tile of {block_n} tokens at head_dim {head_dim} and {stages} stage(s) needs {needed} bytes of shared memory, "
-        f"compute capability {capability[0]}.{capability[1]} has {limit}"
+        f"a tile of {block_n} tokens at head_dim {head_dim} and {stages} stage(s) needs {needed} bytes of shared "
+        f"memory, compute capability {capability[0]}.{capability[1]} has {limit}"
     )
 
 

@@ -123,7 +123,7 @@ def attend_with_dot(
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         page, slot, valid = locate_tokens(
             row_indices_ptr,
             row_table_ptr,
@@ -255,7 +255,7 @@ def attend_with_vector(
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         keys = ()
         values = ()
         in_use = ()
