@@ -537,6 +537,22 @@ def fp16_requests(arch: str, contraction: str) -> dict[tuple[str, str], KernelRe
     }
 
 
+def identity_table(arch: str) -> pd.DataFrame:
+    """One row a contraction, scale placement and decoder: hash of the unquantised arm's machine code."""
+    rows = [
+        {
+            "arch": arch,
+            "contraction": contraction,
+            "scale_placement": placement,
+            "decoder": decoder,
+            "code_sha256": code,
+        }
+        for contraction in ("dot", "vector")
+        for (placement, decoder), code in fp16_code_hashes(arch, contraction).items()
+    ]
+    return _with_status(pd.DataFrame(rows))
+
+
 LABELS = ("arch", "assembled_for", "arm", "profile", "block_n", "num_warps", "num_stages")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from qsa_kernels.measure import sass, shared_memory
-from qsa_kernels.measure.codegen import WARP, CompiledKernel
+from qsa_kernels.measure.codegen import LABELS, WARP, CompiledKernel
 
 VOLTA_PAPER = (
     "NVIDIA Tesla V100 GPU architecture white paper (WP-08608-001), section on the Volta streaming multiprocessor"
@@ -237,6 +237,33 @@ def bound_table(kernels: Sequence[CompiledKernel], device: str, *, rows: int) ->
     return pd.DataFrame(found)
 
 
+def reported_table(
+    kernels: Mapping[str, CompiledKernel], reported: pd.DataFrame, device: str, *, rows: int
+) -> pd.DataFrame:
+    """One row a published time: the bound of the same kernel beside it, and the share of the time that it explains.
+
+    Args:
+        kernels (Mapping[str, CompiledKernel]): by the name of the published point.
+        reported (pd.DataFrame): columns point, value (milliseconds), source.
+        device (str): name in `DEVICES`.
+        rows (int): query rows.
+    """
+    published = reported.set_index("point")[["value", "source"]].to_dict("index")
+    bounds = bound_table(list(kernels.values()), device, rows=rows)
+    bound_ms = bounds["bound_us"] / 1e3
+    reported_ms = pd.Series([float(published[point]["value"]) for point in kernels])
+    return bounds[["device", "profile", "rows", "binding_pipe"]].assign(
+        point=list(kernels),
+        bound_ms=bound_ms,
+        reported_ms=reported_ms,
+        explained_share=bound_ms / reported_ms,
+        spill_store_bytes=[float(kernel.spill_store_bytes) for kernel in kernels.values()],
+        source=[str(published[point]["source"]) for point in kernels],
+        status=bounds["status"],
+        reason=bounds["reason"],
+    )
+
+
 def microseconds(cycles_per_tile: float, kernel: CompiledKernel, device: str, rows: int) -> float:
     """Time of the busiest multiprocessor at a rate of `cycles_per_tile`."""
     constants = DEVICES[device]
@@ -256,6 +283,4 @@ def _tiles_per_sm(kernel: CompiledKernel, device: str, rows: int) -> float:
 
 
 def _labels(kernel: CompiledKernel, device: str) -> dict[str, Any]:
-    request = kernel.request
-    names = ("arch", "assembled_for", "arm", "profile", "block_n", "num_warps")
-    return {"device": device, **{name: getattr(request, name) for name in names}}
+    return {"device": device, **{name: getattr(kernel.request, name) for name in LABELS}}
