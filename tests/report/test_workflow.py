@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import time
 
 import pytest
@@ -40,6 +42,26 @@ def test_two_reports_at_once_are_refused_and_a_killed_one_lets_go(checkout):
     process.join()
     with workflow.exclusive():
         pass
+
+
+@pytest.mark.slow
+def test_a_report_that_is_stopped_stops_its_jobs_and_leaves_nothing(checkout):
+    checkout.notebook("example", "import time; time.sleep(120)")
+    checkout.book()
+    process = subprocess.Popen([sys.executable, "-m", "qsa_kernels.report.cli", "report"])
+    runs_folder = checkout.root / "runs"
+    for _ in range(600):
+        if runs_folder.is_dir() and any(runs_folder.glob(".partial-*/*.ipynb")):
+            break
+        time.sleep(0.1)
+    assert checkout.leftovers()
+    process.terminate()
+    assert process.wait(60) != 0
+    for _ in range(200):
+        if not checkout.leftovers():
+            break
+        time.sleep(0.1)
+    assert checkout.leftovers() == []
 
 
 def test_a_report_needs_a_plan_for_every_listed_chapter(copied):

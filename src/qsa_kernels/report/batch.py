@@ -81,11 +81,11 @@ def run(path: Path, cores: int) -> Path:
     pages = folder / "pages"
     pages.mkdir(parents=True, exist_ok=True)
     names = [job.digest for job in jobs]
-    with workflow.exclusive():
+    with workflow.exclusive() as lock:
         workflow.prepare(jobs, folder / "jobs", pages, names)
         failure: workflow.WorkflowError | None = None
         try:
-            workflow.snakemake(_relative(folder / "jobs"), _relative(pages), with_book=False, cores=cores)
+            workflow.snakemake(_relative(folder / "jobs"), _relative(pages), lock=lock, with_book=False, cores=cores)
         except workflow.WorkflowError as error:
             failure = error
         made = {

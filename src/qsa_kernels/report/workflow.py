@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,8 +23,10 @@ class WorkflowError(RuntimeError):
 
 
 @contextmanager
-def exclusive() -> Iterator[None]:
+def exclusive() -> Iterator[int]:
     """Hold the checkout for one report or batch; the system lets go of it even when the process is killed.
+
+    Yields the file descriptor of the lock, for children that have to hold it too.
 
     Raises:
         WorkflowError: another process holds it.
@@ -35,7 +38,7 @@ def exclusive() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise WorkflowError("another report or batch is running in this checkout") from None
-        yield
+        yield file.fileno()
 
 
 def plan_report(profile: str) -> list[runs.Job]:
@@ -108,12 +111,13 @@ def prepare_book() -> None:
         note.write_text(text, encoding="utf-8")
 
 
-def snakemake(jobs: Path, pages: Path, *, with_book: bool, cores: int, profile: str = "local") -> None:
+def snakemake(jobs: Path, pages: Path, *, lock: int, with_book: bool, cores: int, profile: str = "local") -> None:
     """Run what is not done yet.
 
     Args:
         jobs: folder of the job files.
         pages: folder of the pages.
+        lock: descriptor that `exclusive` yielded; the workflow holds the checkout as long as it runs.
         with_book: build the book from them.
         cores: how many jobs at once.
         profile: a folder of workflow/profiles, which says where jobs run.
@@ -129,13 +133,21 @@ def snakemake(jobs: Path, pages: Path, *, with_book: bool, cores: int, profile: 
         "--cores": [cores],
         "--config": [f"jobs={jobs}", f"pages={pages}", *(["book=true"] if with_book else [])],
     }
-    answer = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", "snakemake", *(str(word) for name in options for word in (name, *options[name]))],
         cwd=repository.root(),
         env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         stdin=subprocess.DEVNULL,
-    )
-    if answer.returncode:
+        pass_fds=(lock,),
+        start_new_session=True,
+    ) as process:
+        try:
+            status = process.wait()
+        except BaseException:
+            # Snakemake alone would wait for its jobs; the group has them too, and they leave nothing behind.
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    if status:
         raise WorkflowError("not everything ran to its end; the messages above say what failed")
 
 
@@ -147,9 +159,9 @@ def report(profile: str, cores: int) -> Path:
         WorkflowError: a chapter or the book failed; other chapters were run, and nothing partial was published.
     """
     root = repository.root()
-    with exclusive():
+    with exclusive() as lock:
         jobs = plan_report(profile)
         prepare(jobs, root / "_build/jobs", root / book.RESULTS)
         prepare_book()
-        snakemake(Path("_build/jobs"), Path(book.RESULTS), with_book=True, cores=cores)
+        snakemake(Path("_build/jobs"), Path(book.RESULTS), lock=lock, with_book=True, cores=cores)
     return root / "_build/html/index.html"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import typer
@@ -40,6 +41,8 @@ app.command("codegen")(codegen.codegen)
 
 def main() -> None:
     """Entry point: bad input ends with one line on standard error and exit status 1."""
+    # As an exception, so that what is half done is cleared away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError) as error:
