@@ -571,6 +571,9 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
     "example_cells": schema({"label": label(), "rows": count(1), "square": number()}, measured=["square"]),
 }
 
+# Parts of a table that a page shows beside the whole.
+SCHEMAS |= {"latency_partition": SCHEMAS["latency_cells"], "latency_vector": SCHEMAS["latency_pairs"]}
+
 
 def validate(table: pd.DataFrame, name: str) -> pd.DataFrame:
     """The table, if it satisfies the schema `name`.

@@ -1,0 +1,263 @@
+"""What the latency chapter shows: the tables of a run, the sentences made from them, and the check against a V100."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from qsa_kernels.measure import codegen
+from qsa_kernels.measure.codegen import KernelRequest
+from qsa_kernels.measure.latency import results
+from qsa_kernels.measure.latency.plan import BEST_LAUNCH
+from qsa_kernels.measure.latency.statistics import TWO_BY_TWO
+from qsa_kernels.measure.roofline import DEVICES
+from qsa_kernels.report import recording, repository, tables
+from qsa_kernels.report.chapter import Page
+
+NOT_MEASURED = "not measured: no latency run is recorded"
+GRID_ARMS = ("in_loop/exp2", "hoisted/bitcast", "hoisted/packed", "hoisted/native")
+LONG_CONTEXT = "32k"
+V100 = "V100-SXM2"
+# Published time of a kernel -> the launch that measures the same launch here.
+V100_POINTS = {"v100-64x2": "tile-64x2x1", "v100-16x4": "tile-16x4x1"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tables of one run, or nothing.
+
+    Args:
+        frames: tables by name; empty where nothing was measured.
+        device: name of the device.
+    """
+
+    frames: Mapping[str, pd.DataFrame]
+    device: str
+
+    @property
+    def there(self) -> bool:
+        return bool(self.frames)
+
+    def cells(self, **wanted: Any) -> pd.DataFrame:
+        """Rows of `latency_cells` with these values, in the order of the plan."""
+        return self._rows("latency_cells", wanted)
+
+    def pairs(self, **wanted: Any) -> pd.DataFrame:
+        return self._rows("latency_pairs", wanted)
+
+    def effects(self, **wanted: Any) -> pd.DataFrame:
+        return self._rows("latency_effects", wanted)
+
+    def table(self, name: str) -> pd.DataFrame:
+        return self.frames[name] if self.there else _without_rows(name)
+
+    def _rows(self, name: str, wanted: Mapping[str, Any]) -> pd.DataFrame:
+        frame = self.table(name)
+        for column, value in wanted.items():
+            frame = frame[frame[column] == value]
+        if frame.empty or not self.there:
+            return frame
+        order = self.frames["latency_workloads"].sort_values(["kind", "rows", "context"])["workload"].tolist()
+        return frame.sort_values("workload", key=lambda names: names.map(order.index), kind="stable")
+
+    def label(self, code_path: str) -> str:
+        """The name under which a code path is shown; the second is never called V100."""
+        return f"sm_70 code path on {self.device}" if code_path == "sm_70" else f"{self.device}, own code path"
+
+    @property
+    def code_paths(self) -> dict[str, str]:
+        """Code paths of the run, with their names."""
+        known = set(self.table("latency_cells")["code_path"])
+        return {path: self.label(path) for path in ("device", "sm_70") if path in known}
+
+    @property
+    def copy_gb_per_s(self) -> float:
+        """Measured copy bandwidth, NaN where nothing was measured."""
+        return float(self.frames["latency_processes"]["copy_gb_per_s"].median()) if self.there else float("nan")
+
+
+def _without_rows(name: str) -> pd.DataFrame:
+    return pd.DataFrame({column: pd.Series(dtype=object) for column in tables.SCHEMAS[name].columns})
+
+
+def load(page: Page, source: str, profile: str, cells: Sequence[str], budget_s: float) -> Measured:
+    """The run to draw, with its banner; a live measurement only where there is a device for it.
+
+    Raises:
+        ValueError: no such run, or one for another device.
+        RuntimeError: a live measurement was asked for where nothing can be measured.
+    """
+    if source == recording.NEWEST:
+        newest = recording.newest()
+        if newest is None:
+            return Measured({}, "no device")
+        source = f"recorded:{newest}"
+    run = page.recorded(source)
+    if run is None:
+        return Measured(recording.live(profile, cells=cells, budget_s=budget_s), page.device_label)
+    return Measured({name: run.table(name) for name in recording.TABLES}, str(run.manifest.device["name"]))
+
+
+def _percent(log_ratio: float) -> str:
+    return f"{100 * float(np.expm1(log_ratio)):+.1f} %"
+
+
+def effect_sentence(measured: Measured, effect: str, code_path: str, workload: str, launch: str = BEST_LAUNCH) -> str:
+    """One effect with its interval and verdict, in words; says so where it was not measured.
+
+    Args:
+        measured: the run.
+        effect: "placement", "decoder" or "interaction".
+        code_path: "device" or "sm_70".
+        workload: start of the workload's name, such as "decode-8-32k".
+        launch: launch profile of all four arms.
+    """
+    rows = measured.effects(
+        stage="core", effect=effect, code_path=code_path, launch=launch, cache_state="cold", status="passed"
+    )
+    rows = rows[rows["workload"].str.startswith(f"{workload}-")] if len(rows) else rows
+    if rows.empty:
+        return "not measured"
+    row = rows.iloc[0]
+    interval = f"95 % interval {_percent(row['log_ratio_low'])} to {_percent(row['log_ratio_high'])}"
+    floor = f"noise floor {100 * float(np.expm1(row['floor_log_ratio'])):.1f} %"
+    return f"{_percent(row['log_ratio'])} ({interval}; {floor}; {row['verdict']})"
+
+
+def summary_sentence(measured: Measured) -> str:
+    """How many cells there are and how they came out."""
+    if not measured.there:
+        return NOT_MEASURED
+    cells = measured.cells()
+    arms = cells[(cells["arm"] != "A/A") & (cells["baseline_arm"] != cells["arm"])]
+    counts = arms["verdict"].value_counts()
+    words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in counts.index)
+    return f"{len(arms)} ratios: {words}"
+
+
+def noise_sentence(measured: Measured) -> str:
+    """The noise floor and how often the A/A arm would have been called different."""
+    if not measured.there:
+        return NOT_MEASURED
+    cells = measured.cells()
+    wrong, copies = results.false_positives(cells)
+    floors = cells.loc[(cells["arm"] == "fp16") & cells["floor_log_ratio"].notna(), "floor_log_ratio"]
+    low, middle, high = (100 * float(np.expm1(floors.quantile(share))) for share in (0.05, 0.5, 0.95))
+    return (
+        f"the floor is {middle:.2f} % in the median cell ({low:.2f} to {high:.2f} % in nine cells of ten); "
+        f"{wrong} of {copies} A/A cells would have been called faster or slower"
+    )
+
+
+def best_sentence(measured: Measured) -> str:
+    """Geometric mean over decode 8, 32 and 128 of the best E4M3 arm's time over that of FP16, own code path."""
+    rows = measured.cells(stage="core", code_path="device", launch=BEST_LAUNCH, cache_state="cold", status="passed")
+    arms = rows[rows["arm"].str.startswith("hoisted/")] if len(rows) else rows
+    wanted = [f"decode-{number}-{LONG_CONTEXT}-" for number in (8, 32, 128)]
+    best = [arms[arms["workload"].str.startswith(name)]["ratio"].min() for name in wanted] if len(arms) else []
+    if not best or any(pd.isna(best)):
+        return "not measured"
+    return f"{float(np.exp(np.mean(np.log(best)))):.2f} of the time of FP16"
+
+
+def reported() -> pd.DataFrame:
+    """Public figures about latency, each with its source."""
+    return tables.read(repository.root() / "data/reported/latency.csv", "latency_reported")
+
+
+def against_v100(measured: Measured) -> pd.DataFrame:
+    """Published V100 times beside times of the sm_70 code path, scaled by multiprocessors and clock.
+
+    What a multiprocessor's pipes bind scales with their number and clock; constants are those of the roofline model.
+    A published point that no measurement stands for stays in the table, with the reason.
+    """
+    here = next((name for name in DEVICES if name in measured.device and name != V100), None)
+    rows = []
+    for point in (
+        reported().query("group == 'kernel' and device.str.startswith('V100') and unit == 'ms'").to_dict("records")
+    ):
+        row = {
+            "point": point["point"],
+            "what": point["what"],
+            "setting": point["setting"],
+            "device": measured.device,
+            "reported_ms": point["value"],
+            "measured_ms": np.nan,
+            "factor": np.nan,
+            "predicted_ms": np.nan,
+            "miss_percent": np.nan,
+            "source": point["source"],
+            "kind": "derived",
+            "source_url": point["source_url"],
+            "status": "not_measured",
+            "reason": "another kernel than the Triton route" if point["point"] not in V100_POINTS else NOT_MEASURED,
+        }
+        times = measured.cells(launch=V100_POINTS.get(point["point"], ""), arm="fp16", status="passed")
+        if len(times):
+            row["measured_ms"] = float(times["time_us"].iloc[0]) / 1e3
+            on_v100 = "V100" in measured.device
+            if here is None and not on_v100:
+                row["reason"] = f"no constants of {measured.device}"
+            else:
+                row["factor"] = 1.0 if on_v100 or here is None else speed_factor(here)
+                row["predicted_ms"] = row["measured_ms"] * row["factor"]
+                row["miss_percent"] = 100.0 * (row["predicted_ms"] / row["reported_ms"] - 1.0)
+                row |= {"status": "passed", "reason": ""}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def speed_factor(device: str) -> float:
+    """Multiprocessors times clock of `device` over those of the V100.
+
+    Raises:
+        KeyError: no constants for the device.
+    """
+    rate = {name: DEVICES[name]["sms"].value * DEVICES[name]["clock"].value for name in (device, V100)}
+    return rate[device] / rate[V100]
+
+
+def unmeasured(measured: Measured) -> pd.DataFrame:
+    """What this chapter does not show, and why; devices first."""
+    rows = [
+        ("latency on a V100", "device", "nobody has recorded a run there; 'qsa record --profile v100' makes one"),
+        (
+            "other routes of the V100 serving fork (grouped page-4, XQA)",
+            "device",
+            "CUDA kernels outside of this project",
+        ),
+        (
+            "published gains of 16 columns with four warps over earlier profiles",
+            "device",
+            "the profiles before are not all known",
+        ),
+        (
+            "end-to-end serving time",
+            "device",
+            "no server here; the figures reported in public stand in their own table",
+        ),
+    ]
+    if "V100" in measured.device:
+        rows = rows[1:]
+    if not measured.there:
+        rows.append(("every cell of this chapter", "device", NOT_MEASURED))
+    else:
+        red = measured.cells()
+        red = red[red["status"] != "passed"].drop_duplicates(["stage", "workload", "code_path", "arm", "launch"])
+        keys = ["stage", "arm", "launch", "code_path", "reason"]
+        for group in red.groupby(keys, sort=False).size().reset_index(name="number").to_dict("records"):
+            what = f"{group['arm']} with launch {group['launch']} in stage {group['stage']}"
+            rows.append((f"{what}, {group['number']} workloads", group["code_path"], group["reason"]))
+    frame = pd.DataFrame(rows, columns=["what", "code_path", "reason"])
+    return frame.assign(status="not_measured")[["what", "code_path", "status", "reason"]]
+
+
+def mechanism_requests() -> list[KernelRequest]:
+    """Kernels whose registers and spills explain the launches: the 2x2 for sm_90 under the two public tiles."""
+    wide = codegen.requests("sm_90", (*TWO_BY_TWO, "hoisted/native"), block_n=64, num_warps=2)
+    narrow = codegen.requests("sm_90", ("fp16", *TWO_BY_TWO, "hoisted/native"), block_n=32, num_warps=1)
+    return [*wide, *narrow]
