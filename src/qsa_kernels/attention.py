@@ -26,7 +26,9 @@ SCALE_PLACEMENTS = ("hoisted", "in_loop")
 DECODERS = ("auto", "exp2", "bitcast", "packed", "native")
 CONTRACTIONS = ("auto", "dot", "vector")
 
-_MERGE_STEP = 16
+# A merge program reads this many splits of this many elements at once.
+_MERGE_SPLITS = 64
+_MERGE_ELEMENTS = 64
 # The packed decoders move 2^8 into the hoisted factors, which must stay finite in FP32.
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 256
 
@@ -500,13 +502,14 @@ def _kernel_calls(
         return (attend,)
     merge = KernelCall(
         merge_splits,
-        (rows, q_heads, 1),
+        (rows, q_heads, -(-head_dim // _MERGE_ELEMENTS)),
         {
             "partial_out_ptr": partial_out,
             "partial_lse_ptr": partial_lse,
             "out_ptr": out,
             "lse_ptr": lse,
             "v_scale": v_scale,
+            "num_splits": splits,
             "num_rows": rows,
             "num_q_heads": q_heads,
             "out_row_stride": out.stride(0),
@@ -514,8 +517,8 @@ def _kernel_calls(
         },
         {
             "HEAD_DIM": head_dim,
-            "NUM_SPLITS": splits,
-            "STEP": min(_MERGE_STEP, triton.next_power_of_2(splits)),
+            "BLOCK_D": min(head_dim, _MERGE_ELEMENTS),
+            "STEP": min(_MERGE_SPLITS, 1 << (splits - 1).bit_length()),
             "DECODER": plan.constants["DECODER"],
             "HOISTED": plan.constants["HOISTED"],
         },

@@ -13,12 +13,13 @@ def merge_splits(
     out_ptr,  # [rows, q_heads, head_dim]
     lse_ptr,  # [rows, q_heads] float32, or None
     v_scale,
+    num_splits,
     num_rows,
     num_q_heads,
     out_row_stride,
     out_head_stride,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     DECODER: tl.constexpr,
     HOISTED: tl.constexpr,
@@ -26,12 +27,12 @@ def merge_splits(
     """Weight each split by 2^(lse - max), normalise, and apply the hoisted V scale once."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     splits = tl.arange(0, STEP)
     highest = tl.full((STEP,), float("-inf"), tl.float32)
-    for start in tl.static_range(0, NUM_SPLITS, STEP):
+    for start in range(0, num_splits, STEP):
         cells = ((start + splits).to(tl.int64) * num_rows + row) * num_q_heads + head
-        lse = tl.load(partial_lse_ptr + cells, mask=start + splits < NUM_SPLITS, other=float("-inf"))
+        lse = tl.load(partial_lse_ptr + cells, mask=start + splits < num_splits, other=float("-inf"))
         # a select, since a maximum may drop NaN
         highest = tl.where(lse > highest, lse, highest)
     peak = tl.max(highest, axis=0)
@@ -39,9 +40,9 @@ def merge_splits(
     reference = tl.where(peak == float("-inf"), 0.0, peak)
 
     total = tl.zeros((STEP,), tl.float32)
-    merged = tl.zeros((HEAD_DIM,), tl.float32)
-    for start in tl.static_range(0, NUM_SPLITS, STEP):
-        in_use = start + splits < NUM_SPLITS
+    merged = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, num_splits, STEP):
+        in_use = start + splits < num_splits
         cells = ((start + splits).to(tl.int64) * num_rows + row) * num_q_heads + head
         lse = tl.load(partial_lse_ptr + cells, mask=in_use, other=float("-inf"))
         weight = tl.math.exp2(lse - reference)
