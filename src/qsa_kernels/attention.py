@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from qsa_kernels import e4m3, launch
 from qsa_kernels.arms import Arm
