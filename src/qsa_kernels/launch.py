@@ -54,13 +54,31 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class Tier:
-    """The part of a profile for up to `max_programs` programs before splitting (rows * kv_heads); None = any number."""
+    """One line of a profile.
+
+    Args:
+        max_programs (int | None): programs before splitting (rows * kv_heads) that it is for; None = any number.
+        block_n (int): tokens a tile.
+        target_splits (int): most splits.
+        num_warps (int): warps a program.
+        num_stages (int): software pipelining depth.
+        max_programs_wide (int | None): `max_programs` for a group of more than eight heads, where it differs.
+        only_for (tuple[int, int] | None): the one (group, head_dim) that it is for; None = any.
+    """
 
     max_programs: int | None
     block_n: int
     target_splits: int
     num_warps: int
     num_stages: int = 2
+    max_programs_wide: int | None = None
+    only_for: tuple[int, int] | None = None
+
+    def takes(self, programs: int, group: int, head_dim: int) -> bool:
+        if self.only_for not in (None, (group, head_dim)):
+            return False
+        most = self.max_programs_wide if group > 8 and self.max_programs_wide else self.max_programs
+        return most is None or programs <= most
 
 
 @dataclass(frozen=True)
@@ -81,12 +99,14 @@ class LaunchProfile:
     source: str
     quantised_tiers: tuple[Tier, ...] = ()
 
-    def tier(self, programs: int, *, quantised: bool) -> Tier:
+    def tier(self, programs: int, *, group: int, head_dim: int, quantised: bool) -> Tier:
         for tier in (quantised and self.quantised_tiers) or self.tiers:
-            if tier.max_programs is None or programs <= tier.max_programs:
+            if tier.takes(programs, group, head_dim):
                 return tier
         raise AssertionError(f"profile {self.name} has no tier for {programs} programs")
 
+
+_SMALLEST = Tier(8, 16, 64, 4, max_programs_wide=4)
 
 PROFILES: dict[str, LaunchProfile] = {
     profile.name: profile
@@ -94,15 +114,15 @@ PROFILES: dict[str, LaunchProfile] = {
         LaunchProfile(
             "generic",
             "dot",
-            (Tier(8, 16, 64, 4), Tier(31, 16, 32, 4), Tier(256, 64, 8, 2), Tier(512, 64, 4, 2), Tier(None, 64, 1, 2)),
+            (_SMALLEST, Tier(31, 16, 32, 4), Tier(256, 64, 8, 2), Tier(512, 64, 4, 2), Tier(None, 64, 1, 2)),
             "1CatAI/1Cat-vLLM vllm/models/qwen4_exp/nvidia/ops/qsa.py@07391c6, generic column",
         ),
         LaunchProfile(
             "sm70_public",
             "dot",
             (
-                Tier(1, 16, 64, 2),
-                Tier(8, 16, 64, 4),
+                Tier(1, 16, 64, 2, only_for=(6, 256)),
+                _SMALLEST,
                 Tier(31, 16, 32, 4),
                 Tier(256, 64, 8, 4),
                 Tier(511, 64, 4, 4),
@@ -114,13 +134,13 @@ PROFILES: dict[str, LaunchProfile] = {
         LaunchProfile(
             "pre_ampere",
             "dot",
-            (Tier(8, 16, 64, 4), Tier(31, 16, 32, 4), Tier(256, 16, 8, 4), Tier(512, 16, 4, 4), Tier(None, 16, 1, 4)),
+            (_SMALLEST, Tier(31, 16, 32, 4), Tier(256, 16, 8, 4), Tier(512, 16, 4, 4), Tier(None, 16, 1, 4)),
             "1Cat-vLLM#469: 16 columns and four warps; split counts of the generic column",
         ),
         LaunchProfile(
             "sm90_public",
             "dot",
-            (Tier(32, 64, 64, 2), Tier(64, 32, 16, 1), Tier(256, 32, 8, 1), Tier(2047, 32, 4, 1), Tier(None, 32, 1, 1)),
+            (Tier(32, 64, 64, 2), Tier(64, 32, 16, 1), Tier(256, 32, 8, 1), Tier(2048, 32, 4, 1), Tier(None, 32, 1, 1)),
             "vllm-project/vllm#57273, tuned on H20; above 256 programs the BF16 column follows the FP8 one",
             quantised_tiers=(
                 Tier(24, 64, 64, 2),
@@ -128,7 +148,7 @@ PROFILES: dict[str, LaunchProfile] = {
                 Tier(64, 32, 8, 1),
                 Tier(128, 32, 4, 1),
                 Tier(256, 32, 8, 1),
-                Tier(2047, 32, 4, 1),
+                Tier(2048, 32, 4, 1),
                 Tier(None, 32, 1, 1),
             ),
         ),
@@ -187,7 +207,7 @@ def choose(
             raise ValueError(
                 f"launch_profile: {name!r} is made for contraction={PROFILES[name].contraction!r}, got {contraction!r}"
             )
-        tier = PROFILES[name].tier(rows * kv_heads, quantised=quantised)
+        tier = PROFILES[name].tier(rows * kv_heads, group=q_heads // kv_heads, head_dim=head_dim, quantised=quantised)
         block_n = tier.block_n
         if capability is not None and contraction == "dot":
             while block_n > 16 and _overflow(block_n, q_heads // kv_heads, head_dim, itemsize, tier, capability):
