@@ -126,6 +126,23 @@ def captured_cases(captures: Iterable[smollm2.LayerCapture], *, rows: int, topk:
     return cases
 
 
+def pick_layers(cases: Sequence[QuantisedPair], layers: Sequence[int]) -> list[QuantisedPair]:
+    """The captured cases of some layers.
+
+    Args:
+        cases (Sequence[QuantisedPair]): from `captured_cases`.
+        layers (Sequence[int]): 0-based numbers.
+
+    Raises:
+        ValueError: a layer that was not captured.
+    """
+    by_name = {case.name: case for case in cases}
+    missing = [layer for layer in layers if f"layer {layer}" not in by_name]
+    if missing:
+        raise ValueError(f"layers: expected numbers among the {len(cases)} captured layers, got {missing}")
+    return [by_name[f"layer {layer}"] for layer in layers]
+
+
 def run(
     pairs: Iterable[QuantisedPair],
     *,
@@ -579,9 +596,9 @@ def beside_reported(cell_table: pd.DataFrame, source_table: pd.DataFrame, figure
         & cell_table["arm"].map(lambda name: ARMS[name].is_quantised)
     ]
     differs = "drawn tensors and selection (theirs are not public); device; summation order of products and splits"
-    for row in published.itertuples():
-        other = "" if row.arm == "hoisted/bitcast" else "arm (theirs is hoisted/bitcast); "
-        add("long_split_max_abs", str(row.arm), float(row.max_abs), other + differs)
+    for arm, largest in zip(published["arm"], published["max_abs"], strict=True):
+        other = "" if arm == "hoisted/bitcast" else "arm (theirs is hoisted/bitcast); "
+        add("long_split_max_abs", arm, largest, other + differs)
     if published.empty:
         add(
             "long_split_max_abs",
@@ -616,6 +633,54 @@ def beside_reported(cell_table: pd.DataFrame, source_table: pd.DataFrame, figure
     return pd.DataFrame(records)
 
 
+def headline(
+    cell_table: pd.DataFrame, real_cell_table: pd.DataFrame, source_table: pd.DataFrame, *, long: str
+) -> dict[str, float]:
+    """The figures that other pages quote, by their key.
+
+    Args:
+        cell_table (pd.DataFrame): from `cells`, random cases.
+        real_cell_table (pd.DataFrame): from `cells`, captured cases.
+        source_table (pd.DataFrame): from `sources`, both.
+        long (str): the long random case.
+    """
+
+    def rms(table: pd.DataFrame) -> pd.DataFrame:
+        chosen = table[(table["reference"] == "fp64") & (table["mode"] == "split")]
+        return chosen.pivot_table(index="case", columns="arm", values="rms_relative")
+
+    def gain(table: pd.DataFrame) -> float:
+        by_arm = rms(table)
+        return math.exp((by_arm["in_loop/bitcast"] / by_arm["hoisted/bitcast"]).map(math.log).mean())
+
+    against_fp32 = cell_table[
+        (cell_table["case"] == long)
+        & (cell_table["arm"] == "hoisted/bitcast")
+        & (cell_table["mode"] == "split")
+        & (cell_table["reference"] == "fp32")
+    ]
+    alone = source_table.pivot_table(index="case", columns="source", values="rms_relative")
+    real = alone[alone.index.str.startswith("layer ")].median()
+    random = alone.loc[long]
+    kernel = float(rms(cell_table)["hoisted/bitcast"][long])
+    tested = pd.concat([cell_table, real_cell_table])
+    return {
+        "error_max_abs_long_split": float(against_fp32["max_abs"].iloc[0]),
+        "error_rms_long_split": kernel,
+        "error_rms_ratio_in_loop_to_hoisted": gain(cell_table),
+        "error_rms_ratio_in_loop_to_hoisted_real": gain(real_cell_table),
+        "error_quantisation_rms": float(random["cache K and V"]),
+        "error_quantisation_rms_real": float(real["cache K and V"]),
+        "error_quantisation_over_kernel": float(random["cache K and V"]) / kernel,
+        "error_cache_k_rms": float(random["cache K"]),
+        "error_cache_v_rms": float(random["cache V"]),
+        "error_cache_k_rms_real": float(real["cache K"]),
+        "error_cache_v_rms_real": float(real["cache V"]),
+        "error_rms_over_peer_largest": float((tested["rms_relative"] / tested["peer_rms_relative"]).max()),
+        "error_max_over_peer_largest": float((tested["max_abs"] / tested["peer_max_abs"]).max()),
+    }
+
+
 def _call(
     operator: Operator | None, inputs: AttentionInputs, arm: Arm, launch: LaunchConfig
 ) -> tuple[torch.Tensor | None, str]:
@@ -646,8 +711,8 @@ def _launches(inputs: AttentionInputs, arm: Arm, splits: int) -> dict[str, Launc
     """One launch with a single split and one with several, by mode.
 
     On a GPU the launch profile decides the tile. Interpreted, the split launch has the public tile of 16 tokens (for up
-    to 31 programs), the single one the public 64 for long rows, and the register contraction 128 instead of 8, because
-    the interpreter's time goes by tiles.
+    to 31 programs) and the single one the public 64 for long rows. The register contraction there has wide tiles of
+    many warps instead of 8 tokens and one warp, because the interpreter's time goes by the steps of a tile.
     """
     rows, q_heads, head_dim = inputs.q.shape
     device = inputs.q.device
@@ -667,10 +732,10 @@ def _launches(inputs: AttentionInputs, arm: Arm, splits: int) -> dict[str, Launc
         )
         if device.type != "cuda":
             is_long = inputs.topk > 256
-            width = (
-                (128 if is_long else 16) if arm.contraction == "vector" else 64 if is_long and mode == "single" else 16
-            )
-            config = replace(config, block_n=width)
+            if arm.contraction == "vector":
+                config = replace(config, block_n=128 if is_long else 16, num_warps=16)
+            else:
+                config = replace(config, block_n=64 if is_long and mode == "single" else 16)
         # One part more than there are tiles, which stays empty, but never fewer than two.
         most = max(2, min(splits, -(-inputs.topk // config.block_n) + 1))
         launches[mode] = replace(config, num_splits=1 if mode == "single" else most)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from qsa_kernels.arms import ARMS
 
 Device = Literal["auto", "interpreter", "cuda"]
 Source = Annotated[str, Field(pattern=r"^(live|recorded:[A-Za-z0-9][A-Za-z0-9._-]*)$")]
@@ -81,6 +83,18 @@ class ErrorParameters(ChapterParameters):
     real_topk: Annotated[int, Field(ge=1, le=4096)]
     real_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     real_splits: Annotated[int, Field(ge=2, le=256)]
+
+    @field_validator("arms")
+    @classmethod
+    def _known_arms(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in ARMS]
+        missing = [name for name in ("in_loop/bitcast", "hoisted/bitcast") if name not in names]
+        if unknown or missing:
+            raise ValueError(
+                f"expected names among {', '.join(ARMS)}, with in_loop/bitcast and hoisted/bitcast, which the headline "
+                f"figures compare; unknown: {unknown}, missing: {missing}"
+            )
+        return names
 
 
 class ExampleParameters(ChapterParameters):
