@@ -14,6 +14,7 @@ from qsa_kernels.hardware import (
     TENSOR_CORE_CAPABILITY,
     Capability,
     check_device,
+    check_product,
     device_capability,
 )
 from qsa_kernels.kernels.attention import attend_with_dot, attend_with_vector
@@ -234,8 +235,9 @@ def prepare(
     )
     rows, q_heads, head_dim = q.shape
     topk = logical_indices.shape[1]
+    capability = capability or device_capability(q.device)
     plan = _plan(
-        capability=capability or device_capability(q.device),
+        capability=capability,
         rows=rows,
         q_heads=q_heads,
         kv_heads=k_cache.shape[2],
@@ -250,6 +252,7 @@ def prepare(
         num_splits=num_splits,
         launch_profile=launch_profile,
     )
+    check_product(capability, q.dtype, plan.contraction)
     result = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(rows, q_heads, dtype=torch.float32, device=q.device) if return_lse else None
     if not (rows and topk and block_table.numel() and k_cache.numel()):

@@ -55,6 +55,21 @@ def check_device(capability: Capability | None, dtype: torch.dtype) -> None:
         )
 
 
+def check_product(capability: Capability | None, dtype: torch.dtype, contraction: str) -> None:
+    """Refuse the product that Triton's interpreter gets wrong.
+
+    Raises:
+        ValueError: BF16 through `tl.dot` in the interpreter.
+
+    Source:
+        triton-lang/triton#11584: the bit patterns are multiplied as integers.
+    """
+    if capability is None and dtype == torch.bfloat16 and contraction == "dot":
+        raise ValueError(
+            "q: Triton's interpreter multiplies bfloat16 wrongly in tl.dot; use float16, contraction='vector' or a GPU"
+        )
+
+
 def _runs_on(arch: str, capability: Capability) -> bool:
     """Whether machine code (same major, not newer) or PTX (not newer) of a build runs on a device."""
     kind, _, digits = arch.partition("_")
