@@ -431,15 +431,28 @@ def overflow_case() -> AttentionInputs:
     )
 
 
-def overflow(*, arms: Sequence[str] = tuple(ARMS), splits: int = 64, operator: Operator | None = None) -> pd.DataFrame:
+def overflow_raw_products() -> tuple[float, float]:
+    """The two raw products of `overflow_case`."""
+    first, second = precision.raw_dot(precision.select(overflow_case()), hoisted=True)[0, 0].tolist()
+    return first, second
+
+
+def overflow(
+    *,
+    arms: Sequence[str] = tuple(ARMS),
+    splits: int = 64,
+    device: torch.device | str = "cpu",
+    operator: Operator | None = None,
+) -> pd.DataFrame:
     """What the quantised arms, and two ways of doing it wrong, make of raw products beyond FP16.
 
     Args:
         arms (Sequence[str]): names in `ARMS`; arms without codes are left out.
         splits (int): as for `run`.
+        device (torch.device | str): where the kernels run; the controls are computed there too.
         operator (Operator | None): what to call; None = `sparse_paged_attention`.
     """
-    inputs = overflow_case()
+    inputs = overflow_case().to(device)
     raw = precision.raw_dot(precision.select(inputs), hoisted=True)
     factor = inputs.k_scale / math.sqrt(inputs.q.shape[-1])
     exact = float((raw * factor).softmax(-1)[0, 0, 0])
