@@ -199,6 +199,11 @@ class CompiledKernel:
         addresses = self.thread_values.addresses(site.access)
         return None if addresses is None else shared_memory.wavefronts(addresses, sass.access_bits(instruction))
 
+    def part(self, instruction: sass.Instruction) -> str:
+        """Part of the algorithm that an instruction belongs to, one of `source_parts.PARTS`."""
+        site = self.site(instruction)
+        return part_of(site.chain if site else (), fused=instruction.opcode.startswith("FFMA"))
+
     def site(self, instruction: sass.Instruction) -> Site | None:
         """Where an instruction comes from, None where the line table does not say."""
         return (
@@ -368,13 +373,13 @@ def survey(**geometry: Any) -> list[KernelRequest]:
     dot = [name for name, arm in ARMS.items() if arm.contraction == "dot"]
     vector = [name for name, arm in ARMS.items() if arm.contraction == "vector"]
     bare = [name for name in dot if ARMS[name].decoder != "native"]
-    few = ("fp16", "hoisted/bitcast")
+    on_h200 = ("fp16", "hoisted/bitcast", "hoisted/packed", "hoisted/native")
     return [
         *requests("sm_70", dot, block_n=16, num_warps=4, **geometry),
         *requests("sm_70", bare, block_n=16, num_warps=2, **geometry),
         *requests("sm_70", vector, block_n=8, num_warps=1, **geometry),
-        *requests("sm_70", few, block_n=64, num_warps=2, **geometry),
-        *requests("sm_90", (*few, "hoisted/packed", "hoisted/native"), block_n=32, num_warps=1, **geometry),
+        *requests("sm_70", ("fp16",), block_n=64, num_warps=2, **geometry),
+        *requests("sm_90", on_h200, block_n=32, num_warps=1, **geometry),
     ]
 
 
@@ -459,7 +464,7 @@ def part_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
     """One row a kernel and part of the algorithm: the loop's warp instructions that its source lines account for."""
     rows = []
     for kernel in _passed(kernels):
-        parts = Counter(part_of(site.chain if (site := kernel.site(one)) else ()) for one in kernel.loop.instructions)
+        parts = Counter(kernel.part(one) for one in kernel.loop.instructions)
         for name in PARTS:
             rows.append(
                 {

@@ -109,7 +109,8 @@ def pipe_of(instruction: sass.Instruction, device: str) -> str:
 def pipe_cycles(kernel: CompiledKernel, device: str) -> dict[str, float]:
     """Cycles of a multiprocessor that each unit needs for one tile of one block, all units at their peak.
 
-    The shared-memory unit also returns global loads, moves spilled registers and does the shuffles.
+    The shared-memory unit also returns global loads, moves spilled registers and does the shuffles. Device memory
+    counts as if every selected token came from there; rows that share tokens find many of them in the L2 cache.
 
     Args:
         kernel (CompiledKernel): a compiled kernel, status "passed".
@@ -203,7 +204,8 @@ def pipe_table(kernels: Sequence[CompiledKernel], device: str) -> pd.DataFrame:
 def bound_table(kernels: Sequence[CompiledKernel], device: str, *, rows: int) -> pd.DataFrame:
     """One row a kernel: the unit that binds, occupancy, and the time that this unit alone needs for a workload.
 
-    The time is a lower bound: latency, launch, merge and the tail of the grid come on top.
+    The time is a lower bound for rows that share no tokens: latency, launch, merge and the tail of the grid come on
+    top. Where rows share tokens, a bound by device memory does not hold.
 
     Args:
         kernels (Sequence[CompiledKernel]): compiled kernels.

@@ -27,7 +27,7 @@ class Frame:
     column: int
 
 
-def part_of(chain: Sequence[Frame]) -> str:
+def part_of(chain: Sequence[Frame], *, fused: bool = False) -> str:
     """Part of the algorithm of an instruction, one of `PARTS`.
 
     The innermost place inside the kernels decides: helpers of Triton's own library count for their caller. "decode"
@@ -35,10 +35,12 @@ def part_of(chain: Sequence[Frame]) -> str:
 
     Args:
         chain (Sequence[Frame]): the inlined calls, innermost first.
+        fused (bool): a multiply-add. The compiler joins equal operations of neighbouring statements and keeps one place
+            for all; one that it places at an addition without a product belongs to the products of the contraction.
     """
     for frame in chain:
         if _syntax(frame.file) is not None and frame.line:
-            return _part(frame)
+            return _part(frame, fused)
     return "unattributed"
 
 
@@ -49,7 +51,7 @@ def _syntax(file: str) -> ast.Module | None:
 
 
 @cache
-def _part(frame: Frame) -> str:
+def _part(frame: Frame, fused: bool) -> str:
     statement, operation = _locate(frame)
     names = {node.id for node in ast.walk(operation) if isinstance(node, ast.Name)} if operation else set()
     call = _called(operation)
@@ -57,6 +59,12 @@ def _part(frame: Frame) -> str:
         return "scaling"
     if frame.file in PART_OF_FILE:
         return PART_OF_FILE[frame.file]
+    if (
+        fused
+        and isinstance(operation, ast.BinOp)
+        and not any(isinstance(node, ast.Mult) for node in ast.walk(operation))
+    ):
+        return "contraction"
     if call == "dot":
         return "contraction"
     if call == "load" or not isinstance(statement, ast.Assign) or _targets(statement) & PLACES:
