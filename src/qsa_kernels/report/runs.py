@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from qsa_kernels.report import device, manifest, profiles, repository
 from qsa_kernels.report.context import RUN_VARIABLE, RunContext
-from qsa_kernels.report.manifest import Manifest, StoredFile
+from qsa_kernels.report.manifest import StoredFile
 from qsa_kernels.report.templates import Template
 
 if TYPE_CHECKING:  # pandas and pandera take seconds to import; a refused command does not wait for them
