@@ -24,7 +24,7 @@ RMS_MULTIPLE = 2.0  # of the error of an independent implementation with the sam
 MAX_MULTIPLE = 3.0  # a maximum over a few thousand elements scatters more than a mean
 
 FP16_MAX = torch.finfo(torch.float16).max
-CHANNEL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CHANNEL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # and all of them
 HISTOGRAM_BINS = 61
 HISTOGRAM_REACH = 1.5e-3  # of the RMS of the reference, to either side
 
@@ -546,7 +546,7 @@ def channels(pairs: Iterable[QuantisedPair]) -> pd.DataFrame:
         share = torch.sort(term, descending=True)[0].cumsum(0) / term.sum()
         largest = original.k.abs().amax((0, 1)).flatten()
         tiny = (coded.k.abs() < 2.0**-6) & coded.valid[..., None, None]
-        for count in (n for n in CHANNEL_COUNTS if n <= len(share)):
+        for count in sorted({*(n for n in CHANNEL_COUNTS if n < len(share)), len(share)}):
             records.append(
                 {
                     "case": pair.name,

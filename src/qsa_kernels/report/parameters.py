@@ -81,7 +81,7 @@ class ErrorParameters(ChapterParameters):
     tokens: Annotated[int, Field(ge=16, le=8192)]
     real_rows: Annotated[int, Field(ge=1, le=64)]
     real_topk: Annotated[int, Field(ge=1, le=4096)]
-    real_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    real_layers: Annotated[list[int], Field(min_length=1)]
     real_splits: Annotated[int, Field(ge=2, le=256)]
 
     @field_validator("arms")

@@ -22,6 +22,10 @@ SOURCE_STYLE: dict[str, dict[str, str]] = {
     "output cast": {"color": "#CC79A7", "marker": "X"},
 }
 
+# Not the colour of any arm.
+RANDOM_COLOUR = "#882255"
+REAL_COLOUR = "#44AA99"
+
 
 def by_arm(cells: pd.DataFrame, sources: pd.DataFrame, device: str) -> Figure:
     """RMS error of every arm on every case, above the error that rounding the output causes alone.
@@ -111,16 +115,16 @@ def sources(table: pd.DataFrame, random_case: str) -> Figure:
             real = rows[rows["case"].str.startswith("layer ")]["rms_relative"]
             random = rows[rows["case"] == random_case]["rms_relative"]
             jitter = np.linspace(-0.22, 0.22, max(1, len(real)))
-            axis.plot(real, place + jitter[: len(real)], ".", color="#0072B2", markersize=4, alpha=0.7)
-            axis.plot(random, np.full(len(random), place), "D", color="#D55E00", markersize=7)
+            axis.plot(real, place + jitter[: len(real)], ".", color=REAL_COLOUR, markersize=4, alpha=0.7)
+            axis.plot(random, np.full(len(random), place), "D", color=RANDOM_COLOUR, markersize=7)
         axis.axhline(2.5, color="#7F7F7F", linewidth=0.8)
         axis.set_yticks(range(len(names)), [name.replace("in_loop", "before hoisting") for name in names])
         axis.invert_yaxis()
         axis.set(xscale="log", xlabel="RMS error of the attention output / RMS of the output")
         axis.legend(
             handles=[
-                Line2D([], [], linestyle="none", marker="D", color="#D55E00", label=f"random: {random_case}"),
-                Line2D([], [], linestyle="none", marker=".", color="#0072B2", label="real: one point a layer"),
+                Line2D([], [], linestyle="none", marker="D", color=RANDOM_COLOUR, label=f"random: {random_case}"),
+                Line2D([], [], linestyle="none", marker=".", color=REAL_COLOUR, label="real: one point a layer"),
             ],
             loc="lower right",
             fontsize=8,
@@ -140,7 +144,7 @@ def layers(table: pd.DataFrame, random_case: str) -> Figure:
     real = table[table["case"].str.startswith("layer ")].copy()
     real["layer"] = real["case"].str.removeprefix("layer ").astype(int)
     with style.look():
-        figure, axis = plt.subplots()
+        figure, axis = plt.subplots(figsize=(7.0, 4.2))
         for name in ("cache K", "cache V", "cache K and V"):
             look = SOURCE_STYLE[name]
             rows = real[real["source"] == name].sort_values("layer")
@@ -150,7 +154,7 @@ def layers(table: pd.DataFrame, random_case: str) -> Figure:
                 axis.axhline(float(level.iloc[0]), color=look["color"], linestyle="--", label=f"{name}, random")
         axis.set(xlabel="layer", ylabel="RMS error of the attention output /\nRMS of the output", yscale="log")
         axis.set_title("FP64 on decoded against FP64 on unquantised cache; device: CPU", fontsize=9, loc="right")
-        axis.legend(fontsize=8, ncols=2)
+        figure.legend(loc="outside lower center", fontsize=8, ncols=3)
     return figure
 
 
@@ -170,13 +174,13 @@ def channels(table: pd.DataFrame, random_case: str) -> Figure:
             axis.plot(
                 rows["largest_channels"] / rows["channels"],
                 rows["score_error_share"],
-                color="#D55E00" if is_random else "#0072B2",
+                color=RANDOM_COLOUR if is_random else REAL_COLOUR,
                 linewidth=2.2 if is_random else 0.8,
                 alpha=1.0 if is_random else 0.55,
                 zorder=3 if is_random else 2,
             )
-        ends = np.array([0.002, 1.0])
-        axis.plot(ends, ends, color="#7F7F7F", linestyle=":")
+        alike = np.geomspace(0.002, 1.0, 60)
+        axis.plot(alike, alike, color="#7F7F7F", linestyle=":")
         axis.set(
             xscale="log",
             xlabel="share of the channels of K, largest contributors first",
@@ -185,8 +189,8 @@ def channels(table: pd.DataFrame, random_case: str) -> Figure:
         )
         axis.legend(
             handles=[
-                Line2D([], [], color="#D55E00", linewidth=2.2, label=f"random: {random_case}"),
-                Line2D([], [], color="#0072B2", linewidth=0.8, label="real: one line a layer"),
+                Line2D([], [], color=RANDOM_COLOUR, linewidth=2.2, label=f"random: {random_case}"),
+                Line2D([], [], color=REAL_COLOUR, linewidth=0.8, label="real: one line a layer"),
                 Line2D([], [], color="#7F7F7F", linestyle=":", label="all channels alike"),
             ],
             fontsize=8,
