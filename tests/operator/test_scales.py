@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from qsa_kernels import scales
+from qsa_kernels.cache import PagedKVCache
 from qsa_kernels.scales import QWEN4_EXP, Geometry, KVScales, LayerScales, ScaleSlots
 from qsa_kernels.weightfile import INDEX_NAME, WeightFileError, read_header
 
@@ -519,3 +520,18 @@ class TestCheckpoint:
     def test_no_index(self, folder: Path) -> None:
         (folder / INDEX_NAME).unlink()
         self.refused(folder, INDEX_NAME, "no such file")
+
+
+def test_an_e4m3_cache_takes_its_scales_only_from_a_finalised_set() -> None:
+    slots = ScaleSlots(SMALL)
+    shape = {"num_pages": 2, "page_size": 4, "kv_heads": 1, "head_dim": 16}
+    with pytest.raises(RuntimeError, match="not finalised"):
+        PagedKVCache(**shape, kv_cache_dtype="fp8_e4m3", scales=slots.scales(3))
+    for key, value in unequal(SMALL).items():
+        slots.load(key, value)
+    slots.finalise()
+    cache = PagedKVCache(**shape, kv_cache_dtype="fp8_e4m3", scales=slots.scales(3))
+    assert cache.arguments()["k_scale"] == slots.scales(3).k_scale != cache.arguments()["v_scale"]
+    for instead in (None, 1.0, (0.5, 0.25)):
+        with pytest.raises((TypeError, ValueError), match="scales: expected"):
+            PagedKVCache(**shape, kv_cache_dtype="fp8_e4m3", scales=instead)  # type: ignore[arg-type]
