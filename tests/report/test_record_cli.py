@@ -32,9 +32,10 @@ def small() -> plans.Plan:
     values = content()
     values["resamples"] = 100
     arms = [{"arms": ["fp16", *statistics.TWO_BY_TWO, "hoisted/native"], "launches": ["best", "sm90_public"]}]
-    stage = values["stages"][0] | {"processes": 2, "blocks": 6, "arms": {"device": arms}}
+    stages = {stage["name"]: stage for stage in values["stages"]}
+    stage = stages["core"] | {"processes": 2, "blocks": 6, "arms": {"device": arms}}
     stage["workloads"] = [{"kind": "decode", "rows": [8], "context": [32768]}]
-    other = values["stages"][4] | {"processes": 1, "blocks": 4, "group": 2, "arms": {"device": arms}}
+    other = stages["grid"] | {"processes": 1, "blocks": 4, "group": 2, "arms": {"device": arms}}
     other["workloads"] = [{"kind": "decode", "rows": [32], "context": [1024]}]
     values["stages"] = [stage, other]
     values["search"]["tiles"].pop("sm_70")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -210,18 +211,30 @@ class CudaGraphTimer:
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream()
         self._nvml = _Nvml()
 
     def prepare(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            calls[0]()
-        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            for call in calls:
-                call()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            calls[0]()
+            torch.cuda.synchronize()
+            # `torch.cuda.graph` collects garbage before each capture, which costs more than the capture; a collection
+            # inside of one could free device memory, which is not allowed there.
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                graph.capture_begin(pool=self._pool)
+                try:
+                    for call in calls:
+                        call()
+                finally:
+                    graph.capture_end()
+            finally:
+                if collects:
+                    gc.enable()
+        torch.cuda.current_stream().wait_stream(self._side)
         return graph
 
     def sample(self, prepared: torch.cuda.CUDAGraph, *, primed: bool) -> float:

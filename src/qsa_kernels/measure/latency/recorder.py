@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,9 +127,10 @@ def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = 
         if mark.is_file() or out_of_time():
             return
         begin = time.monotonic()
-        shards = [worker("compile", "--shard", str(shard)) for shard in range(plan.compilers)]
-        for shard, process in enumerate(shards):
-            finish(process, f"compile {shard}")
+        with tempfile.TemporaryDirectory(prefix="qsa-claims-") as claims:
+            compilers = [worker("compile", "--claims", claims) for _ in range(plan.compilers)]
+            for number, process in enumerate(compilers):
+                finish(process, f"compile {number}")
         mark.touch()
         _say(f"compiled for {step} in {time.monotonic() - begin:.0f} s")
 
@@ -163,7 +165,7 @@ def _work(options: argparse.Namespace) -> None:
     run: Path = options.run
     plan = stored_plan(run)
     if options.task == "compile":
-        session.compile_shard(plan, run, options.shard)
+        session.compile_claimed(plan, run, options.claims)
         return
     longest = 0.0
     worker = session.Session(plan, run, session.Machine.present())
@@ -195,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("task", choices=("compile", "search", "measure"))
     parser.add_argument("--group", type=int, default=0)
     parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--shard", type=int, default=0)
+    parser.add_argument("--claims", type=Path)
     parser.add_argument("--cells", action="append", default=[])
     parser.add_argument("--deadline", type=float, default=None)
     _work(parser.parse_args(arguments))

@@ -605,32 +605,56 @@ def compilations_of_units(plan: Plan, run: Path) -> list[Compilation]:
     return list(wanted)
 
 
-def compile_shard(plan: Plan, run: Path, shard: int) -> int:
-    """Launch a share of what the next step launches once, on small inputs, so that it is found compiled.
+def compile_claimed(plan: Plan, run: Path, claims: Path) -> int:
+    """Launch everything that the next step launches once, on small inputs, so that it is found compiled.
 
-    A launch that fails here fails again where it is measured, which records it.
+    Processes that do this at the same time share the work: a file in `claims` says that one has taken a kernel. A
+    launch that fails here fails again where it is measured, which records it.
+
+    Returns:
+        the number of kernels that this process compiled.
     """
     machine = Machine.present()
+    session = Session(plan, run, machine)
     searched = all((run / "search" / name).is_file() for name in search_names(plan))
     wanted = compilations_of_units(plan, run) if searched else compilations_of_search(plan, machine.sms)
-    session = Session(plan, run, machine)
+    names = [arm for stage in plan.stages for groups in stage.arms.values() for group in groups for arm in group.arms]
+    libraries = sorted({name for name in names if name.startswith("flashinfer")}) if not searched else []
     inputs: dict[Workload, RotatingInputs] = {}
     done = 0
-    # Neighbours in the list cost about the same: deal them out in turn.
-    for entry in wanted[shard :: plan.compilers]:
-        arm = ARMS[entry.arm]
-        if arm.decoder == "native" and not _converts(entry.code_path):
+
+    def inputs_of(shape: Workload) -> RotatingInputs:
+        if shape not in inputs:
+            inputs[shape] = build_inputs(shape, l2_bytes=1, seed=plan.seed, device=machine.torch_device)
+        return inputs[shape]
+
+    entries: list[str | Compilation] = [*libraries, *wanted]
+    for number, entry in enumerate(entries):
+        if not _claim(claims / str(number)):
             continue
-        if entry.shape not in inputs:
-            inputs[entry.shape] = build_inputs(entry.shape, l2_bytes=1, seed=plan.seed, device=machine.torch_device)
-        call = session.operator(entry.code_path, copy=entry.copy)
         try:
-            prepare_arm(call, entry.arm, arm, "compile", entry.config, inputs[entry.shape]).calls[0]()
+            if isinstance(entry, str):
+                prepare_baseline(entry, inputs_of(_small(next(plan.search.each_workload())))).calls[0]()
+            else:
+                if ARMS[entry.arm].decoder == "native" and not _converts(entry.code_path):
+                    continue
+                call = session.operator(entry.code_path, copy=entry.copy)
+                shaped = inputs_of(entry.shape)
+                prepare_arm(call, entry.arm, ARMS[entry.arm], "compile", entry.config, shaped).calls[0]()
             done += 1
         except (ValueError, RuntimeError) as error:
-            print(f"compile {entry.code_path} {entry.arm} {entry.config}: {first_line(error)}", file=sys.stderr)
+            print(f"compile {entry}: {first_line(error)}", file=sys.stderr)
     torch.cuda.synchronize()
     return done
+
+
+def _claim(path: Path) -> bool:
+    """Whether this process is the first to ask for the name."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def search_names(plan: Plan) -> list[str]:
