@@ -335,7 +335,7 @@ def kernel_spec(
         rows (int): query rows.
     """
     plan = _plan(
-        capability=NATIVE_CAPABILITY if arm.decoder == "native" else TENSOR_CORE_CAPABILITY,
+        capability=(9, 0),
         rows=rows,
         q_heads=q_heads,
         kv_heads=kv_heads,

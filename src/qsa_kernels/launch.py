@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from qsa_kernels.hardware import Capability
+from qsa_kernels.hardware import ASYNC_COPY_CAPABILITY, Capability
 
 MAX_SPLITS = 256
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -196,6 +196,20 @@ def choose(
         ValueError: an unknown profile, one of another contraction, a size out of range, or a caller's own tile that
             does not fit the shared memory of the capability (with the needed and the available bytes).
     """
+
+    def overflow(block_n: int, num_stages: int) -> str | None:
+        if capability is None or contraction != "dot":
+            return None
+        return _overflow(
+            block_n,
+            num_stages,
+            capability=capability,
+            group=q_heads // kv_heads,
+            head_dim=head_dim,
+            itemsize=itemsize,
+            quantised=quantised,
+        )
+
     if isinstance(profile, LaunchConfig):
         config = profile
         _check_config(config, contraction)
@@ -209,9 +223,8 @@ def choose(
             )
         tier = PROFILES[name].tier(rows * kv_heads, group=q_heads // kv_heads, head_dim=head_dim, quantised=quantised)
         block_n = tier.block_n
-        if capability is not None and contraction == "dot":
-            while block_n > 16 and _overflow(block_n, q_heads // kv_heads, head_dim, itemsize, tier, capability):
-                block_n //= 2
+        while block_n > 16 and overflow(block_n, tier.num_stages):
+            block_n //= 2
         tiles = max(1, -(-topk // block_n))
         splits = min(tier.target_splits, 1 << (tiles.bit_length() - 1))
         config = LaunchConfig(block_n, splits, tier.num_warps, tier.num_stages)
@@ -219,10 +232,9 @@ def choose(
         if not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits: expected an integer from 1 to {MAX_SPLITS}, got {num_splits!r}")
         config = replace(config, num_splits=num_splits)
-    if capability is not None and contraction == "dot":
-        overflow = _overflow(config.block_n, q_heads // kv_heads, head_dim, itemsize, config, capability)
-        if overflow:
-            raise ValueError(f"launch_profile: {overflow}")
+    problem = overflow(config.block_n, config.num_stages)
+    if problem:
+        raise ValueError(f"launch_profile: {problem}")
     return config
 
 
@@ -248,9 +260,28 @@ def tokens_spread(config: LaunchConfig, head_dim: int, cache_itemsize: int) -> i
     return min(config.block_n, max(1, config.num_warps * 32 * elements // head_dim))
 
 
-def shared_memory_bytes(block_n: int, group: int, head_dim: int, itemsize: int, stages: int) -> int:
-    """Shared memory that the tiles of the dot contraction take: q once, K and V once a pipeline stage."""
-    return (padded_group(group) + 2 * block_n * stages) * head_dim * itemsize
+def shared_memory_bytes(
+    block_n: int,
+    num_stages: int,
+    *,
+    capability: Capability,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    quantised: bool,
+) -> int:
+    """Shared memory that the dot contraction takes.
+
+    Below 8.0 the operands of K and V pass through it once, in the type of q, and the query tile in FP32. From 8.0 on
+    asynchronous copies put K and V there as they are stored, `num_stages - 1` tiles ahead.
+
+    Source:
+        `metadata.shared` of Triton 3.6.0 for sm_70, sm_80 and sm_90, up to the index buffers of a few hundred bytes.
+    """
+    tile = 2 * block_n * head_dim
+    if capability < ASYNC_COPY_CAPABILITY:
+        return tile * itemsize + padded_group(group) * head_dim * 4
+    return tile * (1 if quantised else itemsize) * max(1, num_stages - 1) + padded_group(group) * head_dim * itemsize
 
 
 def _default_profile(capability: Capability | None, contraction: str) -> str:
@@ -262,17 +293,30 @@ def _default_profile(capability: Capability | None, contraction: str) -> str:
 
 
 def _overflow(
-    block_n: int, group: int, head_dim: int, itemsize: int, launch: Tier | LaunchConfig, capability: Capability
+    block_n: int,
+    num_stages: int,
+    *,
+    capability: Capability,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    quantised: bool,
 ) -> str | None:
     """Why a tile does not fit, or None."""
     limit = SHARED_MEMORY_BYTES.get(capability, _SHARED_MEMORY_FLOOR_BYTES)
-    # tiles are double-buffered by asynchronous copies only, which came with 8.0
-    stages = launch.num_stages if capability >= (8, 0) else 1
-    needed = shared_memory_bytes(block_n, group, head_dim, itemsize, stages)
+    needed = shared_memory_bytes(
+        block_n,
+        num_stages,
+        capability=capability,
+        group=group,
+        head_dim=head_dim,
+        itemsize=itemsize,
+        quantised=quantised,
+    )
     if needed <= limit:
         return None
     return (
-        f"a tile of {block_n} tokens at head_dim {head_dim} and {stages} stage(s) needs {needed} bytes of shared "
+        f"a tile of {block_n} tokens at head_dim {head_dim} and {num_stages} stage(s) needs {needed} bytes of shared "
         f"memory, compute capability {capability[0]}.{capability[1]} has {limit}"
     )
 

@@ -169,13 +169,13 @@ class TestChoiceByCapability:
 
 class TestSharedMemory:
     def test_sm75_shrinks_a_64_column_tile_to_32(self) -> None:
-        # K 32 + V 32 + q 4 KiB exceed the 64 KiB of Turing, and fit the 96 KiB of Volta
+        # K 32 + V 32 + q 8 KiB exceed the 64 KiB of Turing, and fit the 96 KiB of Volta
         assert table("generic", capability=(7, 5), rows=8192) == (32, 1, 2)
         assert table("generic", capability=(7, 0), rows=8192) == (64, 1, 2)
 
     @pytest.mark.parametrize("q_heads", [6, 12])
     def test_a_forced_tile_that_does_not_fit_is_refused_with_both_numbers(self, q_heads: int) -> None:
-        needed = {6: 68, 12: 72}[q_heads] * 1024
+        needed = {6: 72, 12: 80}[q_heads] * 1024
         message = rf"launch_profile: a tile of 64 tokens .* needs {needed} bytes .* 7\.5 has 65536"
         with pytest.raises(ValueError, match=message):
             chosen(LaunchConfig(64, 1, 4), capability=(7, 5), q_heads=q_heads)
@@ -183,10 +183,15 @@ class TestSharedMemory:
         assert chosen(LaunchConfig(64, 1, 4), capability=(7, 0), q_heads=q_heads).block_n == 64
 
     def test_stages_count_where_copies_are_asynchronous(self) -> None:
-        config = LaunchConfig(64, 1, 4, num_stages=3)
+        config = LaunchConfig(64, 1, 4, num_stages=4)
         assert chosen(config, capability=(7, 0)) == config
-        with pytest.raises(ValueError, match=rf"3 stage\(s\) needs {(8 + 2 * 64 * 3) * 512} bytes .* 8\.0 has 166912"):
+        # three tiles of K and V in flight, and q
+        with pytest.raises(ValueError, match=rf"4 stage\(s\) needs {(8 + 2 * 64 * 3) * 512} bytes .* 8\.0 has 166912"):
             chosen(config, capability=(8, 0))
+
+    def test_codes_take_half_the_room_of_halves(self) -> None:
+        config = LaunchConfig(64, 1, 4, num_stages=4)
+        assert chosen(config, capability=(8, 0), quantised=True) == config
 
     @pytest.mark.parametrize("capability", [*launch.SHARED_MEMORY_BYTES, (7, 3), (13, 0)], ids=str)
     @pytest.mark.parametrize("profile", [name for name, p in launch.PROFILES.items() if p.contraction == "dot"])
@@ -195,9 +200,9 @@ class TestSharedMemory:
         for rows in (1, 20, 100, 300, 512, 1000, 5000):
             for q_heads in (1, 6, 16):
                 config = chosen(profile, capability=capability, rows=rows, q_heads=q_heads)
-                stages = config.num_stages if capability >= (8, 0) else 1
-                q_tile = 1 << (q_heads - 1).bit_length()
-                assert (q_tile + 2 * config.block_n * stages) * 256 * 2 <= limit
+                tiles = max(1, config.num_stages - 1) if capability >= (8, 0) else 1
+                q_tile = 256 * (1 << (q_heads - 1).bit_length()) * (2 if capability >= (8, 0) else 4)
+                assert q_tile + 2 * config.block_n * tiles * 256 * 2 <= limit
 
 
 class TestRefusals:

@@ -116,9 +116,9 @@ def attend_with_dot(
 
     request = tl.load(token_to_req_ptr + row)
     row_indices_ptr = indices_ptr + row * indices_row_stride
-    tiles = 0
-    if (request >= 0) & (request < num_requests):
-        tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
+    # counted before the request is known, so that the two loads overlap
+    tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
+    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
     row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
@@ -248,9 +248,9 @@ def attend_with_vector(
 
     request = tl.load(token_to_req_ptr + row)
     row_indices_ptr = indices_ptr + row * indices_row_stride
-    tiles = 0
-    if (request >= 0) & (request < num_requests):
-        tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
+    # counted before the request is known, so that the two loads overlap
+    tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
+    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
     row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
