@@ -14,7 +14,7 @@ import numpy as np
 from qsa_kernels.arms import ARMS
 from qsa_kernels.measure import environment
 from qsa_kernels.measure.latency import plan as plans
-from qsa_kernels.measure.latency import protocol, session
+from qsa_kernels.measure.latency import protocol, recorder, session
 from qsa_kernels.measure.latency.plan import Plan, Unit, Workload
 from qsa_kernels.measure.latency.protocol import ClockState
 from qsa_kernels.measure.latency.statistics import COPY_ARM
@@ -186,6 +186,7 @@ def open_folder(folder: Path, plan: Plan, run_id: str) -> None:
         "profile": "simulated",
         "started": "2026-01-02T03:04:05Z",
     }
+    facts["sources_sha256"] = recorder.sources_sha256()
     facts["visits"] = [facts["device"]]
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(plans.to_mapping(plan)))

@@ -169,7 +169,7 @@ class TestResume:
             session.write_json(tmp_path / unit.path, {"samples": object()})
         assert unit in recorder.open_units(tmp_path, plan)
 
-    @pytest.mark.parametrize("what", ["plan", "package_sha256", "device"])
+    @pytest.mark.parametrize("what", ["plan", "state of what is timed", "device"])
     def test_another_plan_code_or_device_cannot_go_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
     ) -> None:
@@ -186,9 +186,10 @@ class TestResume:
         monkeypatch.setattr(recorder.torch.cuda, "get_device_capability", lambda: (9, 0))
         monkeypatch.setattr(recorder, "check_device", lambda *_: None)
         now = plans.from_mapping(plans.to_mapping(plan) | ({"seed": 1} if what == "plan" else {}))
-        digest = "1" * 64 if what == "package_sha256" else "0" * 64
+        if what == "state of what is timed":
+            monkeypatch.setattr(recorder, "sources_sha256", lambda: "1" * 64)
         with pytest.raises(ValueError, match=f"begun with another {what}"):
-            recorder.open_run(folder, now, {"package_sha256": digest})
+            recorder.open_run(folder, now, {})
 
     def test_a_spent_budget_starts_no_worker(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = small()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+import qsa_kernels
 from qsa_kernels.hardware import check_device
 from qsa_kernels.measure import environment
 from qsa_kernels.measure.latency import plan as plans
@@ -35,7 +37,7 @@ def open_run(run: Path, plan: Plan, provenance: dict[str, Any]) -> None:
         provenance: run id, commit, package hash and so on, as the report puts them into the manifest.
 
     Raises:
-        ValueError: the folder holds a run of another plan, another state of the package or another device.
+        ValueError: the folder holds a run of another plan, of other sources or of another device.
         RuntimeError: nothing can be measured here.
     """
     facts = environment.describe()
@@ -50,7 +52,7 @@ def open_run(run: Path, plan: Plan, provenance: dict[str, Any]) -> None:
         stored = json.loads((run / FACTS_FILE).read_text())
         same = (
             ("plan", json.loads((run / PLAN_FILE).read_text()), plans.to_mapping(plan)),
-            ("package_sha256", stored["provenance"]["package_sha256"], provenance["package_sha256"]),
+            ("state of what is timed", stored["sources_sha256"], sources_sha256()),
             ("device", stored["device"]["name"], name),
         )
         for what, before, now in same:
@@ -61,7 +63,21 @@ def open_run(run: Path, plan: Plan, provenance: dict[str, Any]) -> None:
         return
     run.mkdir(parents=True, exist_ok=True)
     _write(run / PLAN_FILE, plans.to_mapping(plan))
-    _write(run / FACTS_FILE, {**facts, "provenance": provenance, "visits": [facts["device"]]})
+    _write(
+        run / FACTS_FILE,
+        {**facts, "provenance": provenance, "sources_sha256": sources_sha256(), "visits": [facts["device"]]},
+    )
+
+
+def sources_sha256() -> str:
+    """Hash of the source files that decide about a time: operator, kernels, inputs and the taking of samples."""
+    package = Path(qsa_kernels.__file__).parent
+    measuring = [package / "measure" / f"{name}.py" for name in ("workloads", "baselines", "codepath")]
+    measuring += [package / "measure/latency" / f"{name}.py" for name in ("protocol", "session")]
+    digest = hashlib.sha256()
+    for path in sorted([*package.glob("*.py"), *package.glob("kernels/*.py"), *measuring]):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
