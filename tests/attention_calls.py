@@ -23,7 +23,8 @@ from qsa_kernels.measure import precision, workloads
 from qsa_kernels.measure.workloads import AttentionInputs
 from qsa_kernels.reference import reference_attention
 
-TOPK, PAGE_SIZE, HEADS, HEAD_DIM = 33, 16, 6, 256
+TOPK, PAGE_SIZE, HEADS, HEAD_DIM = 33, 16, 2, 64
+PUBLIC_HEADS, PUBLIC_HEAD_DIM = 6, 256  # of one rank of the public model
 TILE = 16
 
 # Of the error of an independent implementation with the same casts. The order of the sums differs, so single elements
@@ -123,9 +124,9 @@ def listing(rows: Sequence[Sequence[int]], topk: int = TOPK) -> torch.Tensor:
     return indices
 
 
-def codes(value: int, *, pages: int = 4, kv_heads: int = 1, page_size: int = PAGE_SIZE) -> torch.Tensor:
+def codes(value: int, *, pages: int = 4, kv_heads: int = 1, head_dim: int = HEAD_DIM) -> torch.Tensor:
     """[pages, page_size, kv_heads, head_dim] uint8, all one code."""
-    return torch.full((pages, page_size, kv_heads, HEAD_DIM), value, dtype=torch.uint8)
+    return torch.full((pages, PAGE_SIZE, kv_heads, head_dim), value, dtype=torch.uint8)
 
 
 def make(
@@ -159,7 +160,9 @@ def make(
     ).to(device)
 
 
-def standard_pair(*, rows: int = 3, q_heads: int = HEADS, kv_heads: int = 1, seed: int = 0) -> workloads.QuantisedPair:
+def standard_pair(
+    *, rows: int = 1, q_heads: int = HEADS, kv_heads: int = 1, head_dim: int = HEAD_DIM, seed: int = 0
+) -> workloads.QuantisedPair:
     """Random tokens of three requests on shuffled pages, in the shape that most tests share."""
     return workloads.random_pages(
         rows=rows,
@@ -168,7 +171,7 @@ def standard_pair(*, rows: int = 3, q_heads: int = HEADS, kv_heads: int = 1, see
         topk=TOPK,
         q_heads=q_heads,
         kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         seed=seed,
     )
 

@@ -244,13 +244,3 @@ class TestRefusals:
 
     def test_eight_columns_are_for_the_vector_contraction(self) -> None:
         assert chosen(LaunchConfig(8, 1, 1), contraction="vector").block_n == 8
-
-
-class TestVectorShare:
-    @pytest.mark.parametrize(
-        ("group", "quantised", "heads"),
-        [(1, True, 1), (5, True, 5), (6, True, 6), (12, True, 6), (16, True, 6), (12, False, 12), (16, False, 8)],
-        ids=str,
-    )
-    def test_heads_of_a_group_are_dealt_evenly(self, group: int, quantised: bool, heads: int) -> None:
-        assert launch.heads_per_program(group, quantised=quantised) == heads

@@ -22,7 +22,8 @@ ROUTE = calls.Route(ARMS["hoisted/packed"])
 @pytest.fixture
 def arguments(device: str) -> dict[str, Any]:
     """A right call of one row on an E4M3 cache."""
-    inputs = calls.make(ROUTE, calls.codes(0x38), calls.codes(0x38), [[0, 1]], device, k_scale=0.0123, v_scale=0.0371)
+    cache = calls.codes(0x38, head_dim=calls.PUBLIC_HEAD_DIM)
+    inputs = calls.make(ROUTE, cache, cache, [[0, 1]], device, k_scale=0.0123, v_scale=0.0371, group=calls.PUBLIC_HEADS)
     return inputs.arguments()
 
 
