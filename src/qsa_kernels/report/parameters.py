@@ -31,6 +31,22 @@ class CalibrationParameters(ChapterParameters):
     kernel_layer: Annotated[int, Field(ge=0)]
     kernel_topk: Annotated[int, Field(ge=1)]
 
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> CalibrationParameters:
+        from qsa_kernels.measure import smollm2
+
+        known = list(smollm2.texts("evaluation"))
+        for name in ("similar_text", "second_text"):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected an evaluation text, one of {', '.join(known)}")
+        if self.similar_text == self.second_text:
+            raise ValueError("similar_text, second_text: expected two different texts")
+        if self.kernel_layer >= smollm2.LAYERS:
+            raise ValueError(f"kernel_layer: expected a layer from 0 to {smollm2.LAYERS - 1}")
+        if self.kernel_topk > self.tokens:
+            raise ValueError(f"kernel_topk: expected at most the {self.tokens} tokens of a text")
+        return self
+
 
 class CapacityParameters(ChapterParameters):
     """The deployment of the reader; what the capacity model does not cover is refused with its reason."""
@@ -60,6 +76,7 @@ class CodegenParameters(ChapterParameters):
     topk: Annotated[int, Field(ge=1)]
     page_size: Annotated[int, Field(ge=1)]
     rows: Annotated[int, Field(ge=1)]
+    source: Source
 
 
 class EnvironmentParameters(ChapterParameters):
