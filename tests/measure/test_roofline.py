@@ -1,5 +1,6 @@
 """Cycles of each unit, worked out by hand for a small loop, and what binds the real arms."""
 
+import pandas as pd
 import pytest
 
 from qsa_kernels.measure import codegen, roofline, sass
@@ -72,6 +73,28 @@ def test_small_grid_does_not_use_more_multiprocessors_than_it_has_blocks():
 def test_measured_time_turns_back_into_cycles():
     time_us = roofline.microseconds(123.0, kernel(), "H200", rows=2048)
     assert roofline.cycles_per_tile(time_us, kernel(), "H200", rows=2048) == pytest.approx(123.0)
+
+
+def test_measured_cells_meet_the_kernel_of_their_tile():
+    cell = {"arm": "fp16", "code_path": "sm_70", "block_n": 4.0, "num_warps": 1.0, "num_splits": 1.0}
+    cell |= {"cache_state": "cold", "status": "passed"}
+    cells = pd.DataFrame(
+        [
+            {**cell, "workload": "decode", "time_us": 50.0},
+            {**cell, "workload": "decode", "time_us": 40.0, "num_splits": 2.0},
+            {**cell, "workload": "decode", "time_us": 1.0, "num_warps": 4.0},
+            {**cell, "workload": "decode", "time_us": 2.0, "cache_state": "hot"},
+            {**cell, "workload": "decode", "time_us": 3.0, "code_path": "device"},
+            {**cell, "workload": "decode", "time_us": float("nan"), "status": "failed"},
+            {**cell, "workload": "prefill", "time_us": 4.0},
+        ]
+    )
+    workloads = pd.DataFrame({"workload": ["decode", "prefill"], "kind": ["decode", "prefill"], "rows": [264, 264]})
+    (row,) = roofline.measured_table([kernel()], cells, workloads, "H200", rows=264).to_dict("records")
+    assert row["time_us"] == 40.0
+    # 264 rows of 3 tiles over 132 multiprocessors, 1,980 cycles a microsecond, 4 tokens a tile
+    assert row["cycles_per_token"] == pytest.approx(40 * 1980 / (3 * 2) / 4)
+    assert roofline.measured_table([kernel()], cells, workloads, "H200", rows=8).empty
 
 
 @pytest.mark.parametrize(

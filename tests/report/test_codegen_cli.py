@@ -75,9 +75,9 @@ def test_unknown_names_are_refused_before_anything_is_compiled(arguments: list[s
 
 
 def test_chapter_parameters() -> None:
-    assert check_parameters("codegen", {**GEOMETRY, "rows": 2048}).model_dump()["page_size"] == 784
+    assert check_parameters("codegen", {**GEOMETRY, "rows": 2048, "source": "live"}).model_dump()["page_size"] == 784
     with pytest.raises(ValueError, match="rows"):
-        check_parameters("codegen", {**GEOMETRY, "rows": 0})
+        check_parameters("codegen", {**GEOMETRY, "rows": 0, "source": "live"})
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -264,6 +264,50 @@ def reported_table(
         status=bounds["status"],
         reason=bounds["reason"],
     )
+
+
+def measured_table(
+    kernels: Sequence[CompiledKernel], cells: pd.DataFrame, workloads: pd.DataFrame, device: str, *, rows: int
+) -> pd.DataFrame:
+    """One row a kernel that a recorded run timed: cycles of a multiprocessor for each selected token.
+
+    Cold decoding on the kernels' code path counts, whose rows select tokens of their own; of several launches with the
+    same tile, the fastest. The time has the merge of the splits in it.
+
+    Args:
+        kernels (Sequence[CompiledKernel]): compiled kernels, with the tiles of the launches.
+        cells (pd.DataFrame): the run's `latency_cells`.
+        workloads (pd.DataFrame): the run's `latency_workloads`.
+        device (str): name in `DEVICES`.
+        rows (int): query rows of the workload.
+    """
+    wanted = workloads[(workloads["kind"] == "decode") & (workloads["rows"] == rows)]
+    timed = cells[
+        cells["workload"].isin(wanted["workload"]) & (cells["cache_state"] == "cold") & (cells["status"] == "passed")
+    ]
+    found = []
+    for kernel in kernels:
+        request = kernel.request
+        same = timed[
+            (timed["arm"] == request.arm)
+            & (timed["code_path"] == request.arch)
+            & (timed["block_n"] == request.block_n)
+            & (timed["num_warps"] == request.num_warps)
+        ]
+        if not same.empty:
+            best = same.loc[same["time_us"].idxmin()]
+            launched = replace(kernel, request=replace(request, num_splits=int(best["num_splits"])))
+            cycles = cycles_per_tile(float(best["time_us"]), launched, device, rows)
+            found.append(
+                {
+                    **_labels(kernel, device),
+                    "workload": best["workload"],
+                    "time_us": float(best["time_us"]),
+                    "cycles_per_token": cycles / request.block_n,
+                }
+            )
+    columns = ["device", *LABELS, "workload", "time_us", "cycles_per_token"]
+    return pd.DataFrame(found, columns=columns).assign(status="passed", reason="")
 
 
 def microseconds(cycles_per_tile: float, kernel: CompiledKernel, device: str, rows: int) -> float:

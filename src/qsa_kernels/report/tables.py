@@ -364,6 +364,15 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=_BOUNDS,
     ),
+    "codegen_measured": schema(
+        {
+            "device": label(),
+            **_KERNEL,
+            "workload": label(),
+            "time_us": number(pa.Check.gt(0)),
+            "cycles_per_token": number(pa.Check.gt(0)),
+        }
+    ),
     "codegen_reported": schema(
         {
             **{name: label() for name in ("device", "profile", "binding_pipe", "point", "source")},
