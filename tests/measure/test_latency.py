@@ -367,6 +367,59 @@ class TestSession:
         assert "\n" not in gates["hoisted/packed"]["reason"]
         assert "hoisted/packed" not in {row["arm"] for row in record["samples"]}
 
+    def test_what_breaks_the_device_is_left_out_by_the_next_process(
+        self, tmp_path: Path, machine: session.Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = small_plan(["fp16", "hoisted/packed"], ["generic"])
+        (unit, _) = plans.units(plan)
+
+        def start() -> session.Session:
+            worker = session.Session(plan, tmp_path, machine)
+            right = worker.operator("device")
+
+            def breaks(**arguments: Any) -> torch.Tensor:
+                if arguments["kv_cache_dtype"] == "auto":
+                    return right(**arguments)
+                raise RuntimeError("an illegal memory access was encountered")
+
+            monkeypatch.setattr(worker, "operator", lambda code_path, copy=False: breaks)
+            return worker
+
+        def dead() -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(torch.cuda, "synchronize", dead)
+        with pytest.raises(session.DeadContextError, match="hoisted/packed generic"):
+            start().measure(unit)
+        record = start().measure(unit)
+        gates = {row["arm"]: row for row in record["gates"]}
+        assert gates["hoisted/packed"]["status"] == "failed"
+        assert "illegal memory access" in gates["hoisted/packed"]["reason"]
+        assert gates[COPY_ARM]["status"] == "passed", gates[COPY_ARM]["reason"]
+        assert {row["arm"] for row in record["samples"]} == {"fp16", COPY_ARM}
+
+    def test_an_arm_that_cannot_be_captured_is_no_reason_to_stop(
+        self, tmp_path: Path, machine: session.Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = small_plan(["fp16", "hoisted/packed"], ["generic"])
+        (unit, _) = plans.units(plan)
+        genuine = protocol.prepare
+
+        def prepare(candidate: Candidate, timer: Any, **options: Any) -> Any:
+            if candidate.arm == "hoisted/packed":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return genuine(candidate, timer, **options)
+
+        monkeypatch.setattr(protocol, "prepare", prepare)
+        record = session.Session(plan, tmp_path, machine).measure(unit)
+        gates = {row["arm"]: row for row in record["gates"]}
+        assert gates["hoisted/packed"]["status"] == "failed"
+        assert gates["hoisted/packed"]["reason"].startswith("cannot be captured in a graph: RuntimeError: operation")
+        assert gates[COPY_ARM]["status"] == "passed", gates[COPY_ARM]["reason"]
+        assert {row["arm"] for row in record["samples"]} == {"fp16", COPY_ARM}
+
     def test_search_chooses_the_fastest_right_launch_for_each_arm(
         self, tmp_path: Path, machine: session.Machine
     ) -> None:

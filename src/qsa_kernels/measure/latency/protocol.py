@@ -147,6 +147,7 @@ def measure(
     process: int,
     target_us: float = 1000.0,
     warmup_blocks: int = 2,
+    refused: list[tuple[str, str, Exception]] | None = None,
 ) -> list[dict[str, Any]]:
     """All samples of one cell in one process, in the columns of `latency_samples` that do not depend on the workload.
 
@@ -159,10 +160,18 @@ def measure(
         process: number of the fresh process.
         target_us: wanted length of a sample.
         warmup_blocks: untimed blocks beforehand.
+        refused: receives arm, launch and error of candidates that cannot be prepared; None = the error is raised.
     """
     if state not in (COLD, HOT):
         raise ValueError(f"state: expected {COLD!r} or {HOT!r}, got {state!r}")
-    prepared = [prepare(candidate, timer, state=state, target_us=target_us) for candidate in candidates]
+    prepared = []
+    for candidate in candidates:
+        try:
+            prepared.append(prepare(candidate, timer, state=state, target_us=target_us))
+        except Exception as error:
+            if refused is None:
+                raise
+            refused.append((candidate.arm, candidate.launch, error))
     primed = state == HOT
     for _ in range(warmup_blocks):
         for entry in prepared:

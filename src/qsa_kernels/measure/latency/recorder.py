@@ -24,6 +24,7 @@ from qsa_kernels.measure.latency import protocol, session
 from qsa_kernels.measure.latency.plan import Plan
 
 PLAN_FILE, FACTS_FILE = "plan.json", "facts.json"
+BROKEN = 3  # exit status of a worker whose CUDA context a launch has broken
 # A worker needs this long before its first unit: imports, context, ceiling.
 _START_S = 12.0
 
@@ -132,8 +133,11 @@ def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = 
         command = [sys.executable, "-m", "qsa_kernels.measure.latency", str(run), *arguments, *limit]
         return subprocess.Popen(command, env=environ)
 
-    def finish(process: subprocess.Popen[bytes], what: str) -> None:
-        code = process.wait()
+    def finish(what: str, *arguments: str) -> None:
+        """Run a worker to its end, and another one for each that a launch has broken."""
+        code = BROKEN
+        while code == BROKEN:
+            code = worker(*arguments).wait()
         if code != 0:
             raise RuntimeError(f"{what}: the worker process ended with {code}; finished units are kept")
 
@@ -144,16 +148,18 @@ def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = 
             return
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="qsa-claims-") as claims:
-            compilers = [worker("compile", "--claims", claims) for _ in range(plan.compilers)]
-            for number, process in enumerate(compilers):
-                finish(process, f"compile {number}")
+            codes = [
+                process.wait() for process in [worker("compile", "--claims", claims) for _ in range(plan.compilers)]
+            ]
+        if any(codes):
+            _say(f"compile: worker processes ended with {codes}; what they left is compiled where it is measured")
         mark.touch()
         _say(f"compiled for {step} in {time.monotonic() - begin:.0f} s")
 
     if open_searches(run, plan):
         compile_all("search")
         if not out_of_time():
-            finish(worker("search"), "search")
+            finish("search", "search")
     if open_searches(run, plan):
         return len(open_units(run, plan, patterns))
     compile_all("measurement")
@@ -164,7 +170,7 @@ def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = 
         arguments = ["--group", str(group), "--process", str(number)]
         for pattern in patterns:
             arguments += ["--cells", pattern]
-        finish(worker("measure", *arguments), f"group {group}, process {number}")
+        finish(f"group {group}, process {number}", "measure", *arguments)
     return len(open_units(run, plan, patterns))
 
 
@@ -216,4 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--claims", type=Path)
     parser.add_argument("--cells", action="append", default=[])
     parser.add_argument("--deadline", type=float, default=None)
-    _work(parser.parse_args(arguments))
+    try:
+        _work(parser.parse_args(arguments))
+    except session.DeadContextError as error:
+        _say(f"this process is broken, another one goes on without the culprit: {error}")
+        raise SystemExit(BROKEN) from None

@@ -41,6 +41,8 @@ from qsa_kernels.reference import reference_attention
 
 Operator = Callable[..., Any]
 
+QUARANTINE_FILE = "quarantine.json"
+
 
 @dataclass(frozen=True)
 class RotatingInputs:
@@ -319,6 +321,14 @@ def first_line(text: object) -> str:
     return (lines[0] if lines else type(text).__name__)[:300]
 
 
+def describe(error: Exception) -> str:
+    return first_line(f"{type(error).__name__}: {error}")
+
+
+class DeadContextError(RuntimeError):
+    """A launch has broken the CUDA context of this process."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """What a session measures on.
@@ -369,6 +379,8 @@ class Session:
         self.run = run
         self.machine = machine
         self.best = BestLaunches(run)
+        noted = run / QUARANTINE_FILE
+        self.quarantine: dict[str, str] = json.loads(noted.read_text()) if noted.is_file() else {}
         self._operators: dict[tuple[str, bool], Operator] = {}
         self._inputs: tuple[Workload, RotatingInputs] | None = None
 
@@ -388,6 +400,20 @@ class Session:
             )
             self._inputs = (workload, inputs)
         return self._inputs[1]
+
+    def _go_on(self, key: str, error: Exception) -> None:
+        """Return if the device still works; else note the culprit, which the next process leaves out.
+
+        Raises:
+            DeadContextError: nothing can be launched in this process any more.
+        """
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except RuntimeError:
+            self.quarantine[key] = describe(error)
+            (self.run / QUARANTINE_FILE).write_text(json.dumps(self.quarantine, indent=2) + "\n", encoding="utf-8")
+            raise DeadContextError(f"{key}: {describe(error)}") from error
 
     def oracles(self, inputs: RotatingInputs) -> dict[bool, list[Oracle]]:
         return {
@@ -440,20 +466,24 @@ class Session:
         gates: list[dict[str, Any]] = []
         passed: list[Prepared] = []
         for name, launch, copy in candidates(unit):
+            key = f"{unit.code_path} {name} {launch} {unit.workload.name}"
+            missing = self._missing(name, unit.code_path)
+            if missing or key in self.quarantine:
+                status = "skipped" if missing else "failed"
+                gates.append(missing_row(name, launch, unit.workload, status, missing or self.quarantine[key]))
+                continue
             try:
-                missing = self._missing(name, unit.code_path)
-                if missing:
-                    gates.append(missing_row(name, launch, unit.workload, "skipped", missing))
-                    continue
                 prepared = self._prepare(unit, name, launch, copy, inputs)
                 row = gate_row(prepared, oracles, unit.workload)
-            except (ValueError, RuntimeError, torch.OutOfMemoryError, NotImplementedError) as error:
-                gates.append(missing_row(name, launch, unit.workload, "failed", f"{type(error).__name__}: {error}"))
+            except Exception as error:  # whatever compiler, driver or library raise is the reason
+                self._go_on(key, error)
+                gates.append(missing_row(name, launch, unit.workload, "failed", describe(error)))
                 continue
             gates.append(row)
             if row["status"] == "passed":
                 passed.append(prepared)
         samples: list[dict[str, Any]] = []
+        refused: list[tuple[str, str, Exception]] = []
         for state in unit.stage.states if passed else []:
             rows = protocol.measure(
                 [protocol.Candidate(entry.arm, entry.launch, entry.calls) for entry in passed],
@@ -463,8 +493,13 @@ class Session:
                 seed=self.plan.seed,
                 process=unit.process,
                 target_us=self.plan.sample_us,
+                refused=refused,
             )
             samples += [{"cache_state": state, **row} for row in rows]
+        for name, launch, refusal in refused:
+            self._go_on(f"{unit.code_path} {name} {launch} {unit.workload.name}", refusal)
+            gate = next(row for row in gates if (row["arm"], row["launch"]) == (name, launch))
+            gate |= {"status": "failed", "reason": f"cannot be captured in a graph: {describe(refusal)}"}
         facts = {
             "rotating_inputs": len(inputs.pairs),
             "distinct_tokens": inputs.distinct_tokens,
@@ -497,6 +532,10 @@ class Session:
             fastest = math.inf
             for config in configs:
                 row = {**candidate_row(name, "search", config, workload), "time_us": None, "chosen": "no"}
+                key = f"{code_path} {name} {config} {workload.name}"
+                if key in self.quarantine:
+                    tried.append(row | {"status": "failed", "reason": self.quarantine[key]})
+                    continue
                 try:
                     prepared = prepare_arm(self.operator(code_path), name, arm, "search", config, inputs)
                     gate = gate_row(prepared, oracles, workload)
@@ -504,8 +543,9 @@ class Session:
                     if gate["status"] == "passed":
                         row["time_us"] = self._quick_time(prepared, fastest)
                         fastest = min(fastest, row["time_us"])
-                except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
-                    row |= {"status": "failed", "reason": first_line(f"{type(error).__name__}: {error}")}
+                except Exception as error:
+                    self._go_on(key, error)
+                    row |= {"status": "failed", "reason": describe(error)}
                 tried.append(row)
             right = [row for row in tried if row["time_us"] is not None]
             if right:
@@ -642,8 +682,8 @@ def compile_claimed(plan: Plan, run: Path, claims: Path) -> int:
                 shaped = inputs_of(entry.shape)
                 prepare_arm(call, entry.arm, ARMS[entry.arm], "compile", entry.config, shaped).calls[0]()
             done += 1
-        except (ValueError, RuntimeError) as error:
-            print(f"compile {entry}: {first_line(error)}", file=sys.stderr)
+        except Exception as error:
+            print(f"compile {entry}: {describe(error)}", file=sys.stderr)
     torch.cuda.synchronize()
     return done
 
