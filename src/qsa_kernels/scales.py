@@ -98,7 +98,11 @@ class LayerScales:
 
     def __post_init__(self) -> None:
         for name in ("k_scale", "v_scale"):
-            problem = invalid_scale(getattr(self, name))
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+                raise TypeError(f"{name}: expected one number, got {type(value).__name__}{shape}")
+            problem = invalid_scale(value)
             if problem:
                 raise ValueError(f"{name}: {problem}")
 
