@@ -6,7 +6,7 @@ Compiled kernels are few because calls share one shape: entries that a test does
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from qsa_kernels import e4m3
 from qsa_kernels.arms import ARMS, Arm
-from qsa_kernels.attention import PreparedCall, prepare
+from qsa_kernels.attention import PreparedCall, prepare, sparse_paged_attention
 from qsa_kernels.hardware import NATIVE_CAPABILITY
 from qsa_kernels.launch import LaunchConfig
 from qsa_kernels.measure import precision, workloads
@@ -62,6 +62,11 @@ class Route:
             else:
                 kernel.run()
         return call.out, call.out.new_empty(0) if call.lse is None else call.lse
+
+    @property
+    def operator(self) -> Callable[..., Any]:
+        """A callable with the signature of `sparse_paged_attention`."""
+        return sparse_paged_attention if self.path == "here" else _launcher()
 
     def cache(self, codes: torch.Tensor) -> torch.Tensor:
         """A cache with the values of some codes, in the type that the arm reads."""
@@ -161,7 +166,13 @@ def make(
 
 
 def standard_pair(
-    *, rows: int = 1, q_heads: int = HEADS, kv_heads: int = 1, head_dim: int = HEAD_DIM, seed: int = 0
+    *,
+    rows: int = 1,
+    q_heads: int = HEADS,
+    kv_heads: int = 1,
+    head_dim: int = HEAD_DIM,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float16,
 ) -> workloads.QuantisedPair:
     """Random tokens of three requests on shuffled pages, in the shape that most tests share."""
     return workloads.random_pages(
@@ -173,6 +184,7 @@ def standard_pair(
         kv_heads=kv_heads,
         head_dim=head_dim,
         seed=seed,
+        dtype=dtype,
     )
 
 

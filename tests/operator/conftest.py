@@ -9,8 +9,9 @@ ON_GPU = torch.cuda.is_available() and not interpreting()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not ON_GPU:
-        pytest.skip("needs a CUDA device")
+    marker = item.get_closest_marker("gpu")
+    if marker and not ON_GPU:
+        pytest.skip(": ".join(["needs a CUDA device", *marker.args]))
 
 
 @pytest.fixture(scope="session")
