@@ -260,15 +260,16 @@ def token_ids(text: str, *, tokens: int | None = None, start: int = 0) -> torch.
 
 
 @contextlib.contextmanager
-def intercepted_attention(function: AttentionFunction) -> Iterator[Any]:
+def intercepted_attention(function: AttentionFunction, model: Any = None) -> Iterator[Any]:
     """The causal model, with `function` called in every attention layer until the context ends.
 
     Args:
-        function: called with the layer, q [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim], all FP32
-            after the rotary embedding, of one sequence. Returns the attention output [tokens, q_heads, head_dim], or
-            None for the exact causal attention.
+        function: called with the layer, q [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim], all in the
+            model's dtype after the rotary embedding, of one sequence. Returns the attention output [tokens, q_heads,
+            head_dim], or None for the exact causal attention.
+        model: a copy of the model in another dtype or on another device; None for the loaded one.
     """
-    model = load_model().model
+    model = load_model().model if model is None else model
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
