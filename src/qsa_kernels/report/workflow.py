@@ -148,7 +148,9 @@ def snakemake(jobs: Path, pages: Path, *, lock: int, with_book: bool, cores: int
             os.killpg(process.pid, signal.SIGTERM)
             raise
     if status:
-        raise WorkflowError("not everything ran to its end: the messages above say what failed, .snakemake/log has the rest")
+        raise WorkflowError(
+            "not everything ran to its end: the messages above say what failed, .snakemake/log has the rest"
+        )
 
 
 def report(profile: str, cores: int) -> Path:
