@@ -106,6 +106,15 @@ def attend_with_dot(
     dims = tl.arange(0, HEAD_DIM)
     lanes = tl.arange(0, BLOCK_N)
 
+    request = tl.load(token_to_req_ptr + row)
+    row_indices_ptr = indices_ptr + row * indices_row_stride
+    # counted before the request is known, so that the two loads overlap
+    tiles = 0
+    # always so at run time: without a block of its own the count makes ptxas for sm_70 spill in the attention loop
+    if num_requests > 0:
+        tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
+    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
+
     q = tl.load(
         q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + dims[None, :], mask=in_group[:, None], other=0.0
     )
@@ -114,11 +123,6 @@ def attend_with_dot(
     normaliser = tl.zeros((BLOCK_M,), tl.float32)
     accumulator = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
 
-    request = tl.load(token_to_req_ptr + row)
-    row_indices_ptr = indices_ptr + row * indices_row_stride
-    # counted before the request is known, so that the two loads overlap
-    tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
-    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
     row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
@@ -232,6 +236,12 @@ def attend_with_vector(
     dims = tl.arange(0, HEAD_DIM)
     lanes = tl.arange(0, SPREAD)
 
+    request = tl.load(token_to_req_ptr + row)
+    row_indices_ptr = indices_ptr + row * indices_row_stride
+    # counted before the request is known, so that the two loads overlap
+    tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
+    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
+
     factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
     queries = ()
     running_max = ()
@@ -246,11 +256,6 @@ def attend_with_vector(
         normaliser = normaliser + (tl.zeros((SPREAD,), tl.float32),)
         accumulator = accumulator + (tl.zeros((SPREAD, HEAD_DIM), tl.float32),)
 
-    request = tl.load(token_to_req_ptr + row)
-    row_indices_ptr = indices_ptr + row * indices_row_stride
-    # counted before the request is known, so that the two loads overlap
-    tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
-    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
     row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
     v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
