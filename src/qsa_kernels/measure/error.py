@@ -744,7 +744,7 @@ def _launches(inputs: AttentionInputs, arm: Arm, splits: int) -> dict[str, Launc
             contraction=arm.contraction,
         )
         if device.type != "cuda":
-            is_long = inputs.topk > 256
+            is_long = inputs.topk >= 256
             if arm.contraction == "vector":
                 config = replace(config, block_n=128 if is_long else 16, num_warps=16)
             else:
