@@ -92,7 +92,7 @@ def test_without_a_runner_the_files_go_to_a_folder_of_their_own(checkout, shown,
 
 
 def test_a_table_is_stored_and_shown_without_markup_from_its_cells(page, shown):
-    assert page.table(FRAME, "example_cells", caption="Squares & more.") is FRAME
+    pd.testing.assert_frame_equal(pd.DataFrame(page.table(FRAME, "example_cells", caption="Squares & more.")), FRAME)
     assert (page.folder / "tables/example_cells.csv").read_text().startswith("label,rows,square,status,reason\n")
     assert "&lt;b&gt;" in shown[-1]
     assert "<b>" not in shown[-1]
@@ -106,6 +106,15 @@ def test_columns_that_say_nothing_are_not_shown(page, shown):
     page.table(FRAME.assign(status="passed", reason="", square=1.5), "example_cells", caption="All passed.")
     assert "<th scope='col'>status" not in shown[-1]
     assert "<th scope='col'>reason" not in shown[-1]
+
+
+def test_a_cell_that_ends_with_a_table_shows_it_once(page, shown):
+    from IPython.core.formatters import DisplayFormatter
+
+    made = page.table(FRAME, "example_cells", caption="Squares.")
+    assert DisplayFormatter().format(made) == ({}, {})
+    data, _ = DisplayFormatter().format(made.head(1))
+    assert "text/html" in data
 
 
 def test_a_long_table_is_cut_on_the_page_alone(page, shown):

@@ -119,6 +119,13 @@ def _cell(value: object) -> str:
     return ", ".join(f"<a href='{address}'>{_citation(address)}</a>" for address in text.split(", "))
 
 
+class Shown(pd.DataFrame):
+    """A frame that is on the page already, so that a cell which ends with it does not show it again."""
+
+    def _ipython_display_(self) -> None:
+        pass
+
+
 class Page:
     """One executed chapter: where its tables, figures and numbers go."""
 
@@ -196,7 +203,7 @@ class Page:
         self._tables[name] = path.name
         self._save(complete=False)
         display(HTML(_table_html(frame, caption, f"{self.name}/{path.name}", f"table-{name}")))
-        return frame
+        return Shown(frame)
 
     def figure(self, figure: Figure, name: str, alt: str) -> None:
         """Store and show a figure as SVG, with the line that says where it comes from.
