@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from qsa_kernels.arms import ARMS
+
+if TYPE_CHECKING:  # imports torch
+    from qsa_kernels.measure.quality import Plan
 
 Device = Literal["auto", "interpreter", "cuda"]
 Source = Annotated[str, Field(pattern=r"^(live|recorded:[A-Za-z0-9][A-Za-z0-9._-]*)$")]
@@ -133,6 +136,47 @@ class LatencyParameters(ChapterParameters):
     budget_s: Annotated[int, Field(ge=1)]
 
 
+class QualityParameters(ChapterParameters):
+    """Which texts go through the model, how long, and what is selected and asked for.
+
+    `gpu_source` is the recorded run that stands beside the measurement: "recorded:newest", "recorded:RUN_ID", or "live"
+    for none.
+    """
+
+    calibration_tokens: Annotated[int, Field(ge=64, le=8192)]
+    other_text: str
+    context_tokens: Annotated[list[Annotated[int, Field(ge=64, le=8192)]], Field(min_length=1)]
+    documents_per_text: Annotated[int, Field(ge=1)]
+    topk_blocks: Annotated[int, Field(ge=1)]
+    needle_texts: Annotated[list[str], Field(min_length=1)]
+    needle_tokens: Annotated[list[Annotated[int, Field(ge=64, le=7680)]], Field(min_length=1)]
+    depth_percent: Annotated[list[Annotated[int, Field(ge=0, le=100)]], Field(min_length=1)]
+    resamples: Annotated[int, Field(ge=100)]
+    seed: Annotated[int, Field(ge=0)]
+    kernel_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    kernel_tokens: Annotated[int, Field(ge=16)]
+    gpu_source: Source
+
+    def plan(self) -> Plan:
+        """The same as the measurement takes it.
+
+        Raises:
+            ValueError: a text, layer, depth or number of blocks that cannot be.
+        """
+        from qsa_kernels.measure.quality import Plan
+
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.model_dump(exclude={"gpu_source"}).items()
+        }
+        return Plan(**values)
+
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> QualityParameters:
+        self.plan()
+        return self
+
+
 PARAMETERS: dict[str, type[ChapterParameters]] = {
     "calibration": CalibrationParameters,
     "capacity": CapacityParameters,
@@ -141,6 +185,7 @@ PARAMETERS: dict[str, type[ChapterParameters]] = {
     "error": ErrorParameters,
     "example": ExampleParameters,
     "latency": LatencyParameters,
+    "quality": QualityParameters,
 }
 
 

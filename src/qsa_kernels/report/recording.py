@@ -155,14 +155,14 @@ def assemble(folder: Path, *, incomplete: bool = False, target: Path | None = No
     )
 
 
-def newest(folder: Path | None = None) -> str | None:
-    """Id of the newest recorded run that holds latency tables, None if there is none."""
+def newest(folder: Path | None = None, *, table: str = "latency_cells") -> str | None:
+    """Id of the newest recorded run that holds `table`, None if there is none."""
     from qsa_kernels.report import runs
 
     found = []
     for path in (folder or runs.recorded_folder()).glob("*/manifest.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if "latency_cells" in record.get("tables", {}):
+        if table in record.get("tables", {}):
             found.append((record["started"], record["run_id"]))
     return max(found)[1] if found else None
 

@@ -110,6 +110,14 @@ _ERROR_CELL = {
 }
 
 _KIND = label("k", "v")
+_QUALITY_ARM = label("fp16", "fp16, other order", "calibrated", "other text", "unit", "half")
+_QUALITY_EFFECT = {
+    "context_tokens": count(1),
+    "measure": label("perplexity change", "KL divergence", "next-token disagreement"),
+    "arm": _QUALITY_ARM,
+    "unit": label(),
+    "documents": count(1),
+}
 _CHOICE = label("calibrated", "unit", "double", "half", "p99.9", "exchanged")
 
 SCHEMAS: dict[str, pa.DataFrameSchema] = {
@@ -576,6 +584,110 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
             **_PUBLISHED,
         },
         measured=["reported", "measured"],
+    ),
+    "quality_documents": schema(
+        {
+            **{name: label() for name in ("text", "content")},
+            "start_token": count(),
+            "context_tokens": count(1),
+            "arm": _QUALITY_ARM,
+            "predictions": count(1),
+            **{name: number() for name in ("nll_nats", "kl_nats", "disagreement_percent")},
+        },
+        measured=["nll_nats", "kl_nats", "disagreement_percent"],
+    ),
+    "quality_effects": schema(
+        {
+            **_QUALITY_EFFECT,
+            "against": _QUALITY_ARM,
+            **{name: number() for name in ("value", "low", "high", "self_noise")},
+            "verdict": label("self-noise", "worse", "better", "same", "no difference seen", "undecided"),
+        },
+        measured=["value"],
+    ),
+    "quality_devices": schema(
+        {
+            **_QUALITY_EFFECT,
+            **{name: number() for name in ("here", "recorded", "difference", "low", "high", "self_noise")},
+        },
+        measured=["here", "recorded", "difference"],
+    ),
+    "quality_attention": schema(
+        {
+            "context_tokens": count(1),
+            "arm": _QUALITY_ARM,
+            "inputs": label("own forward", "same inputs"),
+            "layer": count(),
+            **{name: number() for name in ("cosine", "relative_l2", "rmse")},
+        },
+        measured=["cosine", "relative_l2", "rmse"],
+    ),
+    "quality_selection": schema(
+        {
+            "context_tokens": count(1),
+            "kv_cache": _QUALITY_ARM,
+            "indexer_keys": label("fp16", "e4m3"),
+            "layer": label(),
+            "topk_blocks": count(1),
+            "rows": count(1),
+            **{
+                name: number(pa.Check.in_range(0, 1)) for name in ("mean_row_jaccard", "fp16_recall", "micro_jaccard")
+            },
+        },
+        measured=["mean_row_jaccard", "fp16_recall", "micro_jaccard"],
+    ),
+    "quality_needles": schema(
+        {
+            "text": label(),
+            "context_tokens": count(1),
+            "depth_percent": count(),
+            "arm": _QUALITY_ARM,
+            "candidates": count(2),
+            "rank": count(1),
+            "margin_nats": number(),
+            "most_probable_token": label("right", "another"),
+        },
+        measured=["margin_nats"],
+    ),
+    "quality_needles_by_arm": schema(
+        {
+            "context_tokens": count(1),
+            "arm": _QUALITY_ARM,
+            "items": count(1),
+            "found": count(),
+            **{name: number() for name in ("mean_margin_nats", "least_margin_nats", "largest_change_nats")},
+        },
+        measured=["mean_margin_nats"],
+    ),
+    "quality_kernel": schema(
+        {
+            "layer": count(),
+            "arm": _QUALITY_ARM,
+            **{name: count(1) for name in ("tokens", "rows", "stored_values")},
+            "differing_values": count(),
+            **{
+                f"{whose}_{metric}": number(pa.Check.ge(0))
+                for metric in ("rms_relative", "max_abs")
+                for whose in ("kernel", "torch")
+            },
+        },
+        measured=["kernel_rms_relative"],
+    ),
+    "quality_reported": schema(
+        {
+            "quantity": label(),
+            "this_model_here": label(),
+            "this_model_on_a_GPU_recorded": label(),
+            "Qwen4Exp_on_V100_reported": label(),
+            **{name: label() for name in ("unit", "what_differs")},
+            **_PUBLISHED,
+        },
+    ),
+    "quality_elsewhere": schema(
+        {
+            **{name: label() for name in ("quantity", "value", "unit", "setting", "source", "note")},
+            **_PUBLISHED,
+        },
     ),
     "example_cells": schema({"label": label(), "rows": count(1), "square": number()}, measured=["square"]),
 }

@@ -186,7 +186,7 @@ class OperatorReader:
 
 
 def reader(arm: CacheArm, indices: torch.Tensor) -> TorchReader | OperatorReader:
-    """What a forward reads the cache through: the kernels on a GPU, plain torch on a CPU, which would interpret them."""
+    """What a forward reads the cache through: the kernels on a GPU, plain torch on a CPU."""
     return OperatorReader(arm, indices) if indices.is_cuda else TorchReader(arm, indices)
 
 

@@ -48,6 +48,22 @@ class Haystack:
     answers: list[int]
 
 
+def check_depths(depths: Sequence[int], name: str) -> None:
+    """Refuse depths that no haystack can have.
+
+    Args:
+        depths: in percent.
+        name: of the argument, for the message.
+
+    Raises:
+        ValueError: fewer than two, more than seven, out of range or not distinct.
+    """
+    if not 2 <= len(depths) <= len(PLACES):
+        raise ValueError(f"{name}: expected 2 to {len(PLACES)} depths, got {len(depths)}")
+    if len(set(depths)) != len(depths) or not all(0 <= depth <= 100 for depth in depths):
+        raise ValueError(f"{name}: expected distinct percentages from 0 to 100, got {list(depths)}")
+
+
 def haystack(text: str, *, number: int, tokens: int, depths: Sequence[int]) -> Haystack:
     """Sentences in a stretch of a text, one at each depth, and a question for each.
 
@@ -55,15 +71,12 @@ def haystack(text: str, *, number: int, tokens: int, depths: Sequence[int]) -> H
         text: name in `smollm2.texts()`.
         number: of the haystack; turns places and answers against the depths.
         tokens: of the stretch, without the sentences.
-        depths: in percent, distinct, each from 0 to 100, at most seven.
+        depths: in percent, distinct, two to seven, each from 0 to 100.
 
     Raises:
-        ValueError: depths that are out of range, too many or not distinct, or a text that is too short.
+        ValueError: depths that cannot be, or a text that is too short.
     """
-    if not depths or len(set(depths)) != len(depths) or not all(0 <= depth <= 100 for depth in depths):
-        raise ValueError(f"depths: expected distinct percentages from 0 to 100, got {list(depths)}")
-    if len(depths) > len(PLACES):
-        raise ValueError(f"depths: expected at most {len(PLACES)}, got {len(depths)}")
+    check_depths(depths, "depths")
     content = smollm2.token_ids(smollm2.load_text(text), tokens=tokens)
     depths = sorted(depths)
     places = [PLACES[(item + number) % len(PLACES)] for item in range(len(depths))]
@@ -130,7 +143,7 @@ def ask(model: Any, stack: Haystack, arm: CacheArm) -> list[dict[str, object]]:
 
 
 def summary(items: pd.DataFrame) -> pd.DataFrame:
-    """Found items and typical margin of each arm, and how far the margins move from the baseline.
+    """Found items and typical margin of each arm and length, and how far the margins move from the baseline.
 
     Args:
         items: rows of `ask`.
@@ -138,7 +151,9 @@ def summary(items: pd.DataFrame) -> pd.DataFrame:
     keys = ["text", "context_tokens", "depth_percent"]
     base = items.loc[items["arm"] == caches.BASELINE, [*keys, "margin_nats"]]
     joined = items.merge(base, on=keys, suffixes=("", "_fp16"))
-    groups = joined.assign(moved=(joined["margin_nats"] - joined["margin_nats_fp16"]).abs()).groupby("arm", sort=False)
+    groups = joined.assign(moved=(joined["margin_nats"] - joined["margin_nats_fp16"]).abs()).groupby(
+        ["context_tokens", "arm"], sort=False
+    )
     found = groups.agg(
         items=("rank", "count"),
         found=("rank", lambda ranks: int((ranks == 1).sum())),

@@ -65,6 +65,11 @@ class Plan:
             known = [text for text in texts if texts[text].role == role]
             if unknown := [text for text in wanted if text not in known]:
                 raise ValueError(f"{name}: expected {role} texts among {', '.join(known)}, got {', '.join(unknown)}")
+        needles.check_depths(self.depth_percent, "depth_percent")
+        if (blocks := min(self.context_tokens) // forward.BLOCK) <= self.topk_blocks:
+            raise ValueError(
+                f"topk_blocks: expected fewer than the {blocks} blocks of a document, got {self.topk_blocks}"
+            )
         if wrong := [layer for layer in self.kernel_layers if not 0 <= layer < smollm2.LAYERS]:
             raise ValueError(f"kernel_layers: expected layers from 0 to {smollm2.LAYERS - 1}, got {wrong}")
 

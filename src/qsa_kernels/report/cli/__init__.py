@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from qsa_kernels.report.cli import batch, book, capacity, codegen, doctor, overlay, record, report, run
+from qsa_kernels.report.cli import batch, book, capacity, codegen, doctor, overlay, record, record_quality, report, run
 
 app = typer.Typer(
     name="qsa",
@@ -29,6 +29,7 @@ def _prepare() -> None:
 
 app.command("run")(run.run)
 app.command("record")(record.record)
+app.command("record-quality")(record_quality.record_quality)
 app.command("job", hidden=True)(run.job)
 app.command("report")(report.report)
 app.command("book")(book.book)
