@@ -213,6 +213,17 @@ class TestKernels:
         ran = set(cells[cells["status"] == "passed"]["arm"])
         assert ran >= set(ARMS) - {"hoisted/native"}
 
+    def test_summary_counts_the_verdicts(self, cells: pd.DataFrame) -> None:
+        real = cells.assign(status=cells["status"].where(cells["arm"] != "fp16", "failed"), reason="made up")
+        table = error.summary(cells, real, long="random-pages")
+        tables.validate(table, "error_summary")
+        by_arm = table.set_index("arm")
+        assert by_arm.loc["fp16", ["cells_passed", "cells_failed"]].tolist() == [8, 8]
+        assert by_arm.loc["fp16", ["status", "reason"]].tolist() == ["failed", "made up"]
+        assert by_arm.loc["hoisted/exp2", ["cells_passed", "status"]].tolist() == [16, "passed"]
+        exact = cells[(cells["arm"] == "hoisted/exp2") & (cells["mode"] == "split") & (cells["reference"] == "fp64")]
+        assert by_arm.loc["hoisted/exp2", "rms_relative_random_median"] == exact["rms_relative"].median()
+
     def test_hoisted_arms_err_less_than_in_loop_arms(self, cells: pd.DataFrame) -> None:
         exact = cells[(cells["reference"] == "fp64") & (cells["status"] == "passed")]
         rms = exact.pivot_table(index=["case", "mode"], columns="arm", values="rms_relative")

@@ -236,6 +236,35 @@ def cells(results: Iterable[Result]) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
+def summary(cell_table: pd.DataFrame, real_cell_table: pd.DataFrame, *, long: str) -> pd.DataFrame:
+    """One row an arm: verdicts over all cells, and its errors in split mode.
+
+    Args:
+        cell_table (pd.DataFrame): from `cells`, random cases.
+        real_cell_table (pd.DataFrame): from `cells`, captured cases.
+        long (str): the long random case.
+    """
+    records = []
+    for arm in dict.fromkeys(cell_table["arm"]):
+        random, real = (table[table["arm"] == arm] for table in (cell_table, real_cell_table))
+        verdicts, reasons = (pd.concat([random[name], real[name]], ignore_index=True) for name in ("status", "reason"))
+        split = [table[(table["mode"] == "split") & (table["reference"] == "fp64")] for table in (random, real)]
+        on_long = random[(random["case"] == long) & (random["mode"] == "split") & (random["reference"] == "fp32")]
+        status = next((word for word in ("failed", "passed") if (verdicts == word).any()), "skipped")
+        records.append(
+            {
+                "arm": arm,
+                **{f"cells_{word}": int((verdicts == word).sum()) for word in ("passed", "failed", "skipped")},
+                "max_abs_long_fp32": on_long["max_abs"].iloc[0],
+                "rms_relative_random_median": split[0]["rms_relative"].dropna().median(),
+                "rms_relative_real_median": split[1]["rms_relative"].dropna().median(),
+                "status": status,
+                "reason": reasons[verdicts == status].iloc[0],
+            }
+        )
+    return pd.DataFrame(records)
+
+
 def measure(output: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
     """Distances of an output from a reference, in FP64; all NaN where the output is not finite.
 

@@ -532,6 +532,17 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["elements"],
     ),
+    "error_summary": schema(
+        {
+            "arm": label(),
+            **{f"cells_{word}": count() for word in ("passed", "failed", "skipped")},
+            **{
+                name: number(pa.Check.ge(0))
+                for name in ("max_abs_long_fp32", "rms_relative_random_median", "rms_relative_real_median")
+            },
+        },
+        measured=["rms_relative_random_median", "rms_relative_real_median"],
+    ),
     "error_sources": schema(
         {"case": label(), "part": label("cache", "kernel"), "source": label(), **_ERRORS}, measured=list(_ERRORS)
     ),
