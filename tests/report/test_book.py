@@ -34,6 +34,7 @@ def republish(checkout, edit) -> None:
 def test_numbers_of_a_run_reach_other_pages_and_follow_it(copied):
     index = book.build()
     assert index == copied.root / "_build/html/index.html"
+    assert "url=book/index.html" in index.read_text()
     assert "The square is 49.25" in text_of(copied, "book/index")
     assert (index.parent / "book/results/example/example_cells.csv").read_text().count("\n") == 3
     assert book.external_loads(index.parent) == []

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from html import escape
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def build() -> Path:
         for name, run in sources.items():
             _copy_tables(run, html / RESULTS / name)
         check_html(html, sources, begin)
+        _write_entry(html)
         _swap(html, target / "html")
     return target / "html/index.html"
 
@@ -164,6 +166,18 @@ def _copy_tables(run: runs.Run, folder: Path) -> None:
     for stored in run.manifest.tables.values():
         shutil.copyfile(run.folder / stored.file, folder / Path(stored.file).name)
     shutil.copyfile(run.folder / "manifest.json", folder / "manifest.json")
+
+
+def _write_entry(html: Path) -> None:
+    """Give the redirect that Jupyter Book leaves at the root a language, a title and a link."""
+    config = yaml.safe_load((repository.root() / "_config.yml").read_text(encoding="utf-8"))
+    title, first = escape(config["title"]), escape(f"{pages()[0]}.html")
+    (html / "index.html").write_text(
+        f"<!doctype html>\n<html lang='en-GB'><head><meta charset='utf-8'><title>{title}</title>"
+        f"<meta http-equiv='refresh' content='0; url={first}'></head>"
+        f"<body><main><h1><a href='{first}'>{title}</a></h1></main></body></html>\n",
+        encoding="utf-8",
+    )
 
 
 def check_html(html: Path, sources: dict[str, runs.Run], begin: float) -> None:
