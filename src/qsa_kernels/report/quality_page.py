@@ -49,13 +49,17 @@ def devices(here: Tables, other: Tables | None, *, resamples: int, seed: int) ->
         resamples: of the bootstrap.
         seed: of the resampling.
     """
+    reason = NOT_RECORDED
     if other is not None:
-        return effects.agreement(here["quality_documents"], other["quality_documents"], resamples=resamples, seed=seed)
+        both = effects.agreement(here["quality_documents"], other["quality_documents"], resamples=resamples, seed=seed)
+        if not both.empty:
+            return both
+        reason = "not measured: the recorded run went through other documents"
     table = here["quality_effects"]
     rows = table[(table["against"] == BASELINE) & (table["arm"] != NOISE)]
     names = ["context_tokens", "measure", "arm", "unit", "documents"]
     empty = dict.fromkeys(("recorded", "difference", "low", "high", "self_noise"), math.nan)
-    return rows[names].assign(here=rows["value"], **empty, status="not_measured", reason=NOT_RECORDED)
+    return rows[names].assign(here=rows["value"], **empty, status="not_measured", reason=reason)
 
 
 def effect_sentence(table: pd.DataFrame, arm: str, measure: str = PERPLEXITY, against: str = BASELINE) -> str:

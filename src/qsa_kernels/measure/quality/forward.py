@@ -183,9 +183,9 @@ def selected_blocks(
     """
     tokens, kv_heads, _ = k.shape
     blocks = tokens // BLOCK
-    rows = torch.arange(BLOCK * (topk + 1) - 1, tokens, device=k.device)
-    if not len(rows):
+    if blocks <= topk:
         raise ValueError(f"topk: expected fewer than the {blocks} blocks of {tokens} tokens, got {topk}")
+    rows = torch.arange(BLOCK * (topk + 1) - 1, tokens, device=k.device)
     compressed = k[: blocks * BLOCK].float().unflatten(0, (blocks, BLOCK)).mean(1).half()
     keys = compressed.float() if scale is None else e4m3.decode(e4m3.encode(compressed, scale)) * scale
     heads = q[rows].float().unflatten(1, (kv_heads, -1)).sum(2)
