@@ -19,7 +19,7 @@ from qsa_kernels.arms import ARMS, Arm
 from qsa_kernels.attention import PreparedCall, prepare, sparse_paged_attention
 from qsa_kernels.hardware import NATIVE_CAPABILITY
 from qsa_kernels.launch import LaunchConfig
-from qsa_kernels.measure import precision, workloads
+from qsa_kernels.measure import codepath, precision, workloads
 from qsa_kernels.measure.workloads import AttentionInputs
 from qsa_kernels.reference import reference_attention
 
@@ -100,8 +100,7 @@ def routes(
 
 
 @cache
-def _launcher() -> Any:
-    codepath = pytest.importorskip("qsa_kernels.measure.codepath", exc_type=ImportError)
+def _launcher() -> codepath.Launcher:
     pytest.importorskip("cuda.bindings", reason="the sm_70 code path is launched through cuda.bindings")
     return codepath.Launcher()
 

@@ -367,13 +367,15 @@ class TestLayout:
     def test_strided_caches_give_the_same_bits(self, route: Route, device: str) -> None:
         """K and V beside each other in one buffer; and with page, slot and head strides of their own."""
         calls.skip_without_conversion(route)
-        inputs = route.of(calls.standard_pair(), device)
+        inputs = route.of(calls.standard_pair(q_heads=4, kv_heads=2), device)
         k, v = inputs.k_cache, inputs.v_cache
         both = torch.stack([k, v], dim=1)
         beside = replace(inputs, k_cache=both[:, 0], v_cache=both[:, 1])
-        wide_pages, wide_heads = torch.stack([v, k, v], dim=1), v.repeat(1, 1, 1, 3)
+        wide_k, wide_v = torch.cat([v, k, v], dim=-1), torch.cat([v, k], dim=-1)
         apart = replace(
-            inputs, k_cache=wide_pages[:, 1], v_cache=wide_heads[..., calls.HEAD_DIM :][..., : calls.HEAD_DIM]
+            inputs,
+            k_cache=wide_k.split(calls.HEAD_DIM, dim=-1)[1],
+            v_cache=wide_v.split(calls.HEAD_DIM, dim=-1)[0],
         )
         expected = route.attend(inputs)
         for moved in (beside, apart):
