@@ -62,6 +62,11 @@ def devices(here: Tables, other: Tables | None, *, resamples: int, seed: int) ->
     return rows[names].assign(here=rows["value"], **empty, status="not_measured", reason=reason)
 
 
+def device_label(page: Page) -> str:
+    """What read the cache on this page: forwards on a CPU are plain torch, not interpreted kernels."""
+    return page.device_label if page.device == "cuda" else "plain torch on this CPU"
+
+
 def effect_sentence(table: pd.DataFrame, arm: str, measure: str = PERPLEXITY, against: str = BASELINE) -> str:
     """Value, interval and verdict of one effect in words, for the shortest documents."""
     rows = table[(table["measure"] == measure) & (table["arm"] == arm) & (table["against"] == against)]

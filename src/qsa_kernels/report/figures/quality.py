@@ -135,7 +135,7 @@ def selection(table: pd.DataFrame) -> Figure:
             line = line.assign(layer=line["layer"].astype(int)).sort_values("layer")
             axis.plot(line["layer"], line["mean_row_jaccard"], label=label, linewidth=1, markersize=5, **look)
         axis.set(xlabel="layer", ylabel="mean per-row Jaccard with the FP16 selection (ratio)", ylim=(None, 1.005))
-        axis.legend(fontsize=8, loc="lower right")
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
