@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def encode_e4m3(x):
-    """E4M3FN codes of FP32 numbers, without an FP8 type: nearest, ties to even, saturating at 448; NaN gives 0x7F."""
+    """E4M3FN codes of FP32 numbers, without an FP8 type: nearest, ties to even, saturating at 448; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # round at the third mantissa bit, then move the exponent bias from 127 to 7
@@ -15,8 +15,8 @@ def encode_e4m3(x):
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
-    code = code | ((bits >> 24) & 0x80)
-    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
