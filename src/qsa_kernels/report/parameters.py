@@ -70,6 +70,10 @@ class CapacityParameters(ChapterParameters):
         return self
 
 
+class ClaimsParameters(ChapterParameters):
+    """The ledger decides what is checked; there is nothing to choose."""
+
+
 class CodegenParameters(ChapterParameters):
     """The geometry whose kernels are compiled, and the workload whose bound is computed."""
 
@@ -180,6 +184,7 @@ class QualityParameters(ChapterParameters):
 PARAMETERS: dict[str, type[ChapterParameters]] = {
     "calibration": CalibrationParameters,
     "capacity": CapacityParameters,
+    "claims": ClaimsParameters,
     "codegen": CodegenParameters,
     "environment": EnvironmentParameters,
     "error": ErrorParameters,

@@ -109,6 +109,9 @@ _ERROR_CELL = {
     },
 }
 
+_HOW = label("reproduced", "derived", "recorded", "quoted")
+_CLAIM = {name: label() for name in ("expected", "found", "unit")}
+_VERDICT_COUNTS = ("fails", "holds", "not_measured", "quoted")
 _KIND = label("k", "v")
 _QUALITY_ARM = label("fp16", "fp16, other order", "calibrated", "other text", "unit", "half")
 _QUALITY_EFFECT = {
@@ -323,6 +326,19 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["gain"],
     ),
+    "claims": schema(
+        {
+            "claim": label(),
+            "about": label("public record", "book"),
+            "statement": label(),
+            "source": label(),
+            "how": _HOW,
+            **_CLAIM,
+            "verdict": label("holds", "fails", "not measured", "quoted"),
+            **{name: label() for name in ("device", "evidence", "rests_on", "source_url")},
+        }
+    ),
+    "claims_counts": schema({"how": _HOW, **{name: count() for name in (*_VERDICT_COUNTS, "claims")}}),
     "codegen_kernels": schema(
         {
             **_KERNEL,
@@ -641,9 +657,7 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
             "layer": label(),
             "topk_blocks": count(1),
             "rows": count(1),
-            **{
-                name: number(pa.Check.in_range(0, 1)) for name in ("mean_row_jaccard", "fp16_recall", "micro_jaccard")
-            },
+            **{name: number(pa.Check.in_range(0, 1)) for name in ("mean_row_jaccard", "fp16_recall", "micro_jaccard")},
         },
         measured=["mean_row_jaccard", "fp16_recall", "micro_jaccard"],
     ),
@@ -704,6 +718,10 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
 }
 
 # Parts of a table that a page shows beside the whole.
+SCHEMAS |= {
+    f"claims_{verdict}": schema({"statement": label(), "source": label(), "how": _HOW, **_CLAIM, "on": label()})
+    for verdict in _VERDICT_COUNTS
+}
 SCHEMAS |= {"latency_partition": SCHEMAS["latency_cells"], "latency_vector": SCHEMAS["latency_pairs"]}
 
 

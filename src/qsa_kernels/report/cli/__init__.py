@@ -8,7 +8,19 @@ import sys
 
 import typer
 
-from qsa_kernels.report.cli import batch, book, capacity, codegen, doctor, overlay, record, record_quality, report, run
+from qsa_kernels.report.cli import (
+    batch,
+    book,
+    capacity,
+    codegen,
+    doctor,
+    overlay,
+    record,
+    record_quality,
+    report,
+    run,
+    verify,
+)
 
 app = typer.Typer(
     name="qsa",
@@ -35,6 +47,7 @@ app.command("report")(report.report)
 app.command("book")(book.book)
 app.command("batch")(batch.batch)
 app.command("doctor")(doctor.doctor)
+app.command("verify")(verify.verify)
 app.add_typer(capacity.app, name="capacity")
 app.add_typer(overlay.app, name="overlay")
 app.command("codegen")(codegen.codegen)
