@@ -72,7 +72,7 @@ def random_cases(*, rows: int, q_heads: int, head_dim: int, topk: int, seed: int
         *workloads.published_shapes(topks=[10, 33], rows=rows, q_heads=q_heads, head_dim=head_dim, seed=seed),
         long_case(rows=rows, q_heads=q_heads, head_dim=head_dim, topk=topk, seed=seed),
         workloads.all_codes(rows=rows, q_heads=q_heads, head_dim=head_dim, seed=seed),
-        workloads.random_pages(seed=seed),
+        workloads.random_pages(rows=3, seed=seed),
         workloads.padded_and_duplicates(q_heads=q_heads, head_dim=head_dim, seed=seed),
     ]
 
@@ -714,10 +714,17 @@ def headline(
         "error_quantisation_rms": float(random["cache K and V"]),
         "error_quantisation_rms_real": float(real["cache K and V"]),
         "error_quantisation_over_kernel": float(random["cache K and V"]) / kernel,
-        "error_cache_k_rms": float(random["cache K"]),
-        "error_cache_v_rms": float(random["cache V"]),
-        "error_cache_k_rms_real": float(real["cache K"]),
-        "error_cache_v_rms_real": float(real["cache V"]),
+        **{
+            f"error_{key}_rms{suffix}": float(values[source])
+            for key, source in (
+                ("cache_k", "cache K"),
+                ("cache_v", "cache V"),
+                ("cast_k", "K cast, in_loop"),
+                ("cast_v", "V cast, in_loop"),
+                ("cast_output", "output cast"),
+            )
+            for suffix, values in (("", random), ("_real", real))
+        },
         "error_rms_over_peer_largest": float((tested["rms_relative"] / tested["peer_rms_relative"]).max()),
         "error_max_over_peer_largest": float((tested["max_abs"] / tested["peer_max_abs"]).max()),
     }

@@ -67,7 +67,7 @@ def by_arm(cells: pd.DataFrame, sources: pd.DataFrame, device: str) -> Figure:
             Line2D(
                 [], [], linestyle="none", marker="o", color="#444444", markerfacecolor="white", label="several splits"
             ),
-            Line2D([], [], color="#7F7F7F", label="rounding the output alone"),
+            Line2D([], [], color="#7F7F7F", label="rounding the E4M3 output alone"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     return figure
