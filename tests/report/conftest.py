@@ -55,6 +55,8 @@ The square is {glue:text}`results/example.ipynb::example_square:.2f`, and $a^2 \
 class Checkout:
     """A folder in the layout of this repository."""
 
+    begin, squares, end = BEGIN, SQUARES, END
+
     def __init__(self, root: Path) -> None:
         self.root = root
         for folder in ("notebooks/profiles", "data/runs", "data/reported", "book"):
@@ -84,7 +86,7 @@ class Checkout:
 
     def example(self, kernel: str = "python3") -> Path:
         """The smallest complete chapter."""
-        return self.notebook("example", BEGIN, SQUARES, END, kernel=kernel)
+        return self.notebook("example", self.begin, self.squares, self.end, kernel=kernel)
 
     def book(self) -> None:
         """The sources of a book of two pages."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 import time
@@ -10,7 +9,6 @@ import time
 import pytest
 
 from qsa_kernels.report import batch, runs, workflow
-from tests.report.conftest import BEGIN, END, SQUARES
 
 BROKEN = "if page.parameters.rows == 5:\n    raise RuntimeError('five')"
 TWO = """device: interpreter
@@ -21,25 +19,18 @@ chapters:
 """
 
 
-def hold(root: str, ready, release) -> None:
-    import os
-
-    os.environ["QSA_ROOT"] = root
-    with workflow.exclusive():
-        ready.set()
-        release.wait(60)
-
-
 def test_two_reports_at_once_are_refused_and_a_killed_one_lets_go(checkout):
-    context = multiprocessing.get_context("spawn")
-    ready, release = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(str(checkout.root), ready, release))
-    process.start()
-    assert ready.wait(60)
+    code = (
+        "import time\nfrom qsa_kernels.report import workflow\n"
+        "with workflow.exclusive():\n    print('held', flush=True)\n    time.sleep(120)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
     with pytest.raises(workflow.WorkflowError, match="another report or batch is running"), workflow.exclusive():
         pass
     process.kill()
-    process.join()
+    process.wait()
     with workflow.exclusive():
         pass
 
@@ -124,7 +115,7 @@ def test_a_failed_chapter_fails_the_report_while_others_run(checkout, capfd):
 
 @pytest.mark.slow
 def test_a_batch_resumes_and_puts_its_tables_together(checkout):
-    checkout.notebook("example", BEGIN, BROKEN, SQUARES, END)
+    checkout.notebook("example", checkout.begin, BROKEN, checkout.squares, checkout.end)
     sweep = checkout.root / "sweep.yaml"
     sweep.write_text("notebook: example\ngrid: {rows: [3, 5]}\nsets: [{rows: 3}]\n")
     with pytest.raises(workflow.WorkflowError, match="1 of 2 runs failed"):
@@ -141,7 +132,7 @@ def test_a_batch_resumes_and_puts_its_tables_together(checkout):
 
     made = {path.name for path in (checkout.root / "runs").glob("example-*")}
     assert len(made) == 1
-    checkout.notebook("example", BEGIN, SQUARES, END)
+    checkout.example()
     sweep.write_text("notebook: example\ngrid: {rows: [3]}\n")
     batch.run(sweep, cores=2)
     again = {path.name for path in (checkout.root / "runs").glob("example-*")}
