@@ -115,7 +115,7 @@ class Claim(_Strict):
 
     def places(self) -> set[str]:
         """Every table that the verdict rests on."""
-        lookups = [self.check, self.tolerance, self.noise and self.noise.spread]
+        lookups = [self.check, self.tolerance]
         return set().union(*(one.places() for one in lookups if isinstance(one, Lookup)))
 
     @property

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qsa_kernels.report import manifest, recording, repository, runs
@@ -313,7 +314,7 @@ class Evidence:
             if column not in frame:
                 raise Broken(f"{at.origin}: {lookup.place} has no column {column!r}")
         for column, wanted in lookup.where.items():
-            rows = rows[[_matches(value, wanted) for value in rows[column]]]
+            rows = rows[np.array([_matches(value, wanted) for value in rows[column]], dtype=bool)]
         if lookup.reduce == "rows":
             return Found(len(rows), at.device, at.origin, at.note)
         values = rows[lookup.column]
