@@ -134,7 +134,7 @@ def selection(table: pd.DataFrame) -> Figure:
             line = rows[(rows["kv_cache"] == arm) & (rows["indexer_keys"] == keys)]
             line = line.assign(layer=line["layer"].astype(int)).sort_values("layer")
             axis.plot(line["layer"], line["mean_row_jaccard"], label=label, linewidth=1, markersize=5, **look)
-        axis.set(xlabel="layer", ylabel="mean per-row Jaccard with the FP16 selection (ratio)", ylim=(None, 1.005))
+        axis.set(xlabel="layer", ylabel="mean per-row Jaccard\nwith the FP16 selection (ratio)", ylim=(None, 1.005))
         figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
