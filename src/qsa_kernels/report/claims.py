@@ -288,7 +288,7 @@ def part(frame: pd.DataFrame, verdict: Verdict) -> pd.DataFrame:
     rows = frame[frame["verdict"] == verdict].reset_index(drop=True)
     public = rows["source_url"].where(rows["source_url"] != "", rows["source"].str.replace("book/", "chapter "))
     shown = rows.assign(source=public, on=rows["device"].where(rows["device"] != "", rows["evidence"]))
-    return shown[["statement", "source", "how", "expected", "found", "unit", "on", "status", "reason"]]
+    return shown[["statement", "expected", "found", "unit", "how", "on", "source", "status", "reason"]]
 
 
 def counts(judged: Sequence[Judged]) -> pd.DataFrame:

@@ -719,7 +719,7 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
 
 # Parts of a table that a page shows beside the whole.
 SCHEMAS |= {
-    f"claims_{verdict}": schema({"statement": label(), "source": label(), "how": _HOW, **_CLAIM, "on": label()})
+    f"claims_{verdict}": schema({"statement": label(), **_CLAIM, "how": _HOW, "on": label(), "source": label()})
     for verdict in _VERDICT_COUNTS
 }
 SCHEMAS |= {"latency_partition": SCHEMAS["latency_cells"], "latency_vector": SCHEMAS["latency_pairs"]}
