@@ -57,9 +57,10 @@ def devices(here: Tables, other: Tables | None, *, resamples: int, seed: int) ->
         reason = "not measured: the recorded run went through other documents"
     table = here["quality_effects"]
     rows = table[(table["against"] == BASELINE) & (table["arm"] != NOISE)]
-    names = ["context_tokens", "measure", "arm", "unit", "documents"]
     empty = dict.fromkeys(("recorded", "difference", "low", "high", "self_noise"), math.nan)
-    return rows[names].assign(here=rows["value"], **empty, status="not_measured", reason=reason)
+    filled = rows[["measure", "arm"]].assign(here=rows["value"], **empty)
+    filled[["unit", "documents", "context_tokens"]] = rows[["unit", "documents", "context_tokens"]]
+    return filled.assign(status="not_measured", reason=reason)
 
 
 def device_label(page: Page) -> str:
@@ -130,7 +131,8 @@ def glue(page: Page, here: Tables, shown: pd.DataFrame, other: Tables | None, de
     page.glue("quality_kernel_values", int(checks["stored_values"].sum()))
     page.glue("quality_kernel_differing", int(checks["differing_values"].sum()))
     page.glue("quality_kernel_passed", f"{int((checks['status'] == 'passed').sum())} of {len(checks)}")
-    page.glue("quality_gpu_sentence", _gpu_sentence(shown, other, device))
+    sentence = _gpu_sentence(shown, other, device)
+    page.glue("quality_gpu_sentence", sentence[0].upper() + sentence[1:])
 
 
 def _gpu_sentence(shown: pd.DataFrame, other: Tables | None, device: str) -> str:

@@ -68,17 +68,17 @@ def effects(documents: pd.DataFrame, *, resamples: int, seed: int) -> pd.DataFra
                 verdict = "self-noise" if arm == NOISE else judged(low, high, noise)
                 rows.append(
                     {
-                        "context_tokens": context,
                         "measure": measure,
                         "arm": arm,
                         "against": against,
-                        "unit": unit,
-                        "documents": len(difference),
                         "value": value,
                         "low": low,
                         "high": high,
-                        "self_noise": noise,
                         "verdict": verdict,
+                        "self_noise": noise,
+                        "unit": unit,
+                        "documents": len(difference),
+                        "context_tokens": context,
                     }
                 )
     return pd.DataFrame(rows).assign(status="passed", reason="")
@@ -127,17 +127,17 @@ def agreement(here: pd.DataFrame, recorded: pd.DataFrame, *, resamples: int, see
                 agrees = low <= 0 <= high or max(abs(low), abs(high)) <= noise
                 rows.append(
                     {
-                        "context_tokens": context,
                         "measure": measure,
                         "arm": arm,
-                        "unit": unit,
-                        "documents": len(apart),
                         "here": scale * float(changes[0][arm].mean()),
                         "recorded": scale * float(changes[1][arm].mean()),
                         "difference": value,
                         "low": low,
                         "high": high,
                         "self_noise": noise,
+                        "unit": unit,
+                        "documents": len(apart),
+                        "context_tokens": context,
                         "status": "passed" if agrees else "failed",
                         "reason": "" if agrees else "the two machines differ by more than the documents and the noise",
                     }

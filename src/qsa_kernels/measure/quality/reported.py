@@ -52,8 +52,8 @@ def beside(
             {
                 "quantity": figure["quantity"],
                 "this_model_here": local,
-                "this_model_on_a_GPU_recorded": gpu,
                 "Qwen4Exp_on_V100_reported": figure["value"],
+                "this_model_on_a_GPU_recorded": gpu,
                 "unit": figure["unit"],
                 "what_differs": reason,
                 "kind": figure["kind"],
