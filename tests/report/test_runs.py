@@ -265,6 +265,16 @@ def test_the_job_changes_with_every_input(checkout):
     assert runs.plan("example", "cpu").digest != first.digest
 
 
+def test_a_new_recorded_run_changes_what_draws_the_newest_one(checkout, stored):
+    checkout.example()
+    checkout.notebook("latest", parameters='source: str = "recorded:newest"')
+    before = {name: runs.plan(name, "cpu").digest for name in ("example", "latest")}
+    stored()
+    after = {name: runs.plan(name, "cpu").digest for name in ("example", "latest")}
+    assert after["example"] == before["example"]
+    assert after["latest"] != before["latest"]
+
+
 def test_publishing_replaces_the_page_in_one_step(copied):
     run = runs.published("example")
     page = copied.root / "book/results/example.ipynb"

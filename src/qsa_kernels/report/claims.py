@@ -287,7 +287,8 @@ def part(frame: pd.DataFrame, verdict: Verdict) -> pd.DataFrame:
     """The claims of one verdict with the columns that a page shows, for the schema `claims_VERDICT`."""
     rows = frame[frame["verdict"] == verdict].reset_index(drop=True)
     public = rows["source_url"].where(rows["source_url"] != "", rows["source"].str.replace("book/", "chapter "))
-    shown = rows.assign(source=public, on=rows["device"].where(rows["device"] != "", rows["evidence"]))
+    short = rows["expected"].str.replace(r"^([0-9a-f]{12})[0-9a-f]{52}$", r"\1…", regex=True)
+    shown = rows.assign(source=public, expected=short, on=rows["device"].where(rows["device"] != "", rows["evidence"]))
     return shown[["statement", "expected", "found", "unit", "how", "on", "source", "status", "reason"]]
 
 

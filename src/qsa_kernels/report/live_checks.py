@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,7 +303,9 @@ def qsa_layer_ids() -> str:
     """Attention layers of the geometry, 0-based."""
     from qsa_kernels import scales
 
-    return ", ".join(map(str, scales.QWEN4_EXP.layers))
+    layers = scales.QWEN4_EXP.layers
+    steps = {later - earlier for earlier, later in pairwise(layers)}
+    return f"{layers[0]} to {layers[-1]} in steps of {', '.join(map(str, sorted(steps)))}"
 
 
 @_check

@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # pandas and pandera take seconds to import; a refused comman
 
 KERNEL = "qsa-kernels"
 START_TIMEOUT_S = 120
+# Parameter value for the newest recorded run, and the name of the input that stands for all of them.
+_NEWEST = "recorded:newest"
+_NEWEST_INPUT = "data/runs"
 
 
 class RunError(RuntimeError):
@@ -78,12 +81,13 @@ class Job(BaseModel):
         return repository.root() / self.notebook
 
 
-def input_hashes(template: Path, recorded: Sequence[str] = ()) -> dict[str, str]:
+def input_hashes(template: Path, recorded: Sequence[str] = (), *, newest: bool = False) -> dict[str, str]:
     """SHA-256 of everything outside of the parameters that a run of `template` depends on.
 
     Args:
         template: the notebook.
         recorded: ids of recorded runs that it draws.
+        newest: it draws whatever run is the newest, so that any new one can change it.
     """
     root = repository.root()
     data = root / "data"
@@ -96,6 +100,8 @@ def input_hashes(template: Path, recorded: Sequence[str] = ()) -> dict[str, str]
     for run_id in recorded:
         path = Run.load(run_id).folder / "manifest.json"
         hashes[_relative(path)] = repository.sha256(path)
+    if newest:
+        hashes[_NEWEST_INPUT] = repository.combined_sha256(recorded_folder().glob("*/manifest.json"), root)
     return hashes
 
 
@@ -143,7 +149,7 @@ def plan(notebook: str, profile: str, assignments: Sequence[str] = (), values: M
         timeout_s=chapter.timeout_s or chosen.timeout_s,
         parameters=parameters,
         after=_waits_for(template.name, chapter.after, chosen),
-        inputs=input_hashes(template.path, chapter.recorded_runs()),
+        inputs=input_hashes(template.path, chapter.recorded_runs(), newest=_NEWEST in parameters.values()),
     )
 
 
@@ -553,5 +559,6 @@ def stale_inputs(run: Run) -> list[str]:
     template = next(name for name in run.manifest.inputs if name.endswith(".ipynb") and name not in read)
     if not (root / template).is_file():
         return [template]
-    current = input_hashes(root / template, recorded) | _page_hashes(read)
+    newest = _NEWEST_INPUT in run.manifest.inputs
+    current = input_hashes(root / template, recorded, newest=newest) | _page_hashes(read)
     return sorted(name for name in current if current[name] != run.manifest.inputs.get(name))
