@@ -21,7 +21,7 @@ HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.flo
 def decode_codes(codes_ptr, out_ptr, DECODER: tl.constexpr, ASSEMBLY: tl.constexpr, COUNT: tl.constexpr):
     """FP32 values of COUNT codes a program."""
     places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    values = decode_unscaled(tl.load(codes_ptr + places), DECODER, ASSEMBLY, False)
+    values = decode_unscaled(tl.load(codes_ptr + places), DECODER, ASSEMBLY)
     tl.store(out_ptr + places, values.to(tl.float32))
 
 

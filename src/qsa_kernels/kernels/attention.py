@@ -141,8 +141,8 @@ def attend_with_dot(
         v_places = page * v_page_stride + slot * v_slot_stride
         k = tl.load(k_head_ptr + k_places[None, :] + dims[:, None], mask=valid[None, :], other=0)
         v = tl.load(v_head_ptr + v_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
-        k = decode_tile(k, k_scale, DECODER, HOISTED, ASSEMBLY, False, q.dtype)
-        v = decode_tile(v, v_scale, DECODER, HOISTED, ASSEMBLY, True, q.dtype)
+        k = decode_tile(k, k_scale, DECODER, HOISTED, ASSEMBLY, q.dtype)
+        v = decode_tile(v, v_scale, DECODER, HOISTED, ASSEMBLY, q.dtype)
 
         scores = tl.dot(q, k, out_dtype=tl.float32) * factor
         scores = tl.where(valid[None, :], scores, LOWEST)
@@ -285,7 +285,7 @@ def attend_with_vector(
         scores = ()
         peak = running_max
         for step in tl.static_range(STEPS):
-            k = decode_tile(keys[step], k_scale, DECODER, HOISTED, ASSEMBLY, False, tl.float32)
+            k = decode_tile(keys[step], k_scale, DECODER, HOISTED, ASSEMBLY, tl.float32)
             step_scores = ()
             step_peak = ()
             for member in tl.static_range(BLOCK_M):
@@ -311,7 +311,7 @@ def attend_with_vector(
         running_max = peak
 
         for step in tl.static_range(STEPS):
-            v = decode_tile(values[step], v_scale, DECODER, HOISTED, ASSEMBLY, False, tl.float32)
+            v = decode_tile(values[step], v_scale, DECODER, HOISTED, ASSEMBLY, tl.float32)
             next_normaliser = ()
             next_accumulator = ()
             for member in tl.static_range(BLOCK_M):

@@ -40,7 +40,7 @@ def decode_packed(codes):
 
 
 @triton.jit
-def decode_packed_assembly(codes, PINNED: tl.constexpr):
+def decode_packed_assembly(codes):
     """`decode_packed` for four codes at a time: nine integer instructions a 32-bit word.
 
     The NaN flag takes the place of each byte's sign bit; the permute puts the sign, replicated, above the byte, so that
@@ -65,67 +65,40 @@ def decode_packed_assembly(codes, PINNED: tl.constexpr):
         "=r,=r,r",
         [codes],
         dtype=tl.int16,
-        is_pure=not PINNED,
+        is_pure=True,
         pack=4,
     )
     return words.to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def decode_native(codes, PINNED: tl.constexpr):
-    """FP16 values of uint8 codes by the hardware conversion, which needs compute capability 8.9."""
-    words = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }
-        """,
-        "=r,=r,r",
-        [codes],
-        dtype=tl.int16,
-        is_pure=not PINNED,
-        pack=4,
-    )
-    return words.to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def decode_unscaled(codes, DECODER: tl.constexpr, ASSEMBLY: tl.constexpr, PINNED: tl.constexpr):
+def decode_unscaled(codes, DECODER: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Values of a tile of codes before any scale; `packed` gives them times 2^-8."""
     if DECODER == "exp2":
         return decode_exp2(codes)
     elif DECODER == "bitcast":
         return decode_bitcast(codes)
-    elif DECODER == "native":
-        return decode_native(codes, PINNED)
-    elif ASSEMBLY:
-        return decode_packed_assembly(codes, PINNED)
+    elif DECODER == "packed":
+        if ASSEMBLY:
+            return decode_packed_assembly(codes)
+        else:
+            return decode_packed(codes)
     else:
-        return decode_packed(codes)
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @triton.jit
 def decode_tile(
-    tile,
-    scale,
-    DECODER: tl.constexpr,
-    HOISTED: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    PINNED: tl.constexpr,
-    OPERAND: tl.constexpr,
+    tile, scale, DECODER: tl.constexpr, HOISTED: tl.constexpr, ASSEMBLY: tl.constexpr, OPERAND: tl.constexpr
 ):
     """A loaded K or V tile as operands of the contraction.
 
     A decoder of "none" is an unquantised cache. Before hoisting, the scale multiplies every element in FP32 ahead of
-    the cast. PINNED keeps the assembly decoders in the layout of the load: a tile that the tensor cores read across its
-    rows can be transposed on the way as halves, while codes would be fetched byte by byte.
+    the cast.
     """
     if DECODER == "none":
         return tile.to(OPERAND)
     elif HOISTED:
-        return decode_unscaled(tile, DECODER, ASSEMBLY, PINNED).to(OPERAND)
+        return decode_unscaled(tile, DECODER, ASSEMBLY).to(OPERAND)
     else:
-        return (decode_unscaled(tile, DECODER, ASSEMBLY, PINNED) * scale).to(OPERAND)
+        return (decode_unscaled(tile, DECODER, ASSEMBLY) * scale).to(OPERAND)
