@@ -155,8 +155,17 @@ PROFILES: dict[str, LaunchProfile] = {
         LaunchProfile(
             "vector",
             "vector",
-            (Tier(8, 8, 64, 1), Tier(31, 8, 32, 1), Tier(256, 8, 8, 1), Tier(512, 8, 4, 1), Tier(None, 8, 1, 1)),
-            "this project: one warp, a tile of eight tokens",
+            (
+                Tier(8, 8, 128, 1),
+                Tier(16, 8, 64, 1),
+                Tier(32, 8, 32, 1),
+                Tier(64, 8, 16, 1),
+                Tier(128, 8, 8, 1),
+                Tier(256, 8, 4, 1),
+                Tier(1024, 8, 2, 1),
+                Tier(None, 8, 1, 1),
+            ),
+            "this project: one warp, eight tokens, about 1,024 programs; from the search of the recorded H200 run",
         ),
     )
 }

@@ -219,7 +219,6 @@ class CudaGraphTimer:
         self._spin_cycles = spin_cycles
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
-        self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream()
         self._nvml = _Nvml()
 
@@ -234,7 +233,7 @@ class CudaGraphTimer:
             collects = gc.isenabled()
             gc.disable()
             try:
-                graph.capture_begin(pool=self._pool)
+                graph.capture_begin()
                 try:
                     for call in calls:
                         call()

@@ -334,7 +334,7 @@ class Machine:
     """What a session measures on.
 
     Args:
-        new_timer: makes a timer; a CUDA timer keeps the memory of its graphs, so each cell gets its own.
+        new_timer: makes a timer; each cell gets its own, whose graphs are freed with it.
         torch_device: where inputs live.
         l2_bytes: size of the L2 cache.
         sms: multiprocessors.
