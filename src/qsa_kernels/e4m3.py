@@ -23,8 +23,8 @@ def encode(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """Codes of `x / scale`, rounded to nearest even and saturated at 448.
 
     The quotient is formed in FP32 and rounded once, by integer arithmetic on its bits, so the result does not depend
-    on the float8 cast of the installed torch. Infinite quotients saturate like large finite ones; a NaN becomes 0x7F or 0xFF
-    by its sign, so that a fault in the data stays visible.
+    on the float8 cast of the installed torch. Infinite quotients saturate like large finite ones; a NaN becomes 0x7F or
+    0xFF by its sign, so that a fault in the data stays visible.
 
     Args:
         x (torch.Tensor): float16, bfloat16 or float32, any shape. Float64 is refused: it would be rounded twice.

@@ -4,7 +4,8 @@ import pytest
 
 from qsa_kernels.measure import sass
 
-# An outer loop (0x20 to 0xc0) around an inner one (0x40 to 0x80) that reads most, a divergent exit, and the trap after EXIT.
+# An outer loop (0x20 to 0xc0) around an inner one (0x40 to 0x80) that reads most, a divergent exit, and the trap after
+# EXIT.
 NESTED = """
 .text.kernel:
 	//## File "sites", line 3
