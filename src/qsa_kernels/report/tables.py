@@ -123,6 +123,19 @@ _QUALITY_EFFECT = {
 }
 _CHOICE = label("calibrated", "unit", "double", "half", "p99.9", "exchanged")
 
+_QUALITY_SELECTION = schema(
+    {
+        "context_tokens": count(1),
+        "kv_cache": _QUALITY_ARM,
+        "indexer_keys": label("fp16", "e4m3"),
+        "layer": label(),
+        "topk_blocks": count(1),
+        "rows": count(1),
+        **{name: number(pa.Check.in_range(0, 1)) for name in ("mean_row_jaccard", "fp16_recall", "micro_jaccard")},
+    },
+    measured=["mean_row_jaccard", "fp16_recall", "micro_jaccard"],
+)
+
 SCHEMAS: dict[str, pa.DataFrameSchema] = {
     "calibration_attention": schema(
         {
@@ -649,18 +662,8 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["cosine", "relative_l2", "rmse"],
     ),
-    "quality_selection": schema(
-        {
-            "context_tokens": count(1),
-            "kv_cache": _QUALITY_ARM,
-            "indexer_keys": label("fp16", "e4m3"),
-            "layer": label(),
-            "topk_blocks": count(1),
-            "rows": count(1),
-            **{name: number(pa.Check.in_range(0, 1)) for name in ("mean_row_jaccard", "fp16_recall", "micro_jaccard")},
-        },
-        measured=["mean_row_jaccard", "fp16_recall", "micro_jaccard"],
-    ),
+    "quality_selection": _QUALITY_SELECTION,
+    "quality_selection_layers": _QUALITY_SELECTION,
     "quality_needles": schema(
         {
             "text": label(),

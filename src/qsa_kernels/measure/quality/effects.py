@@ -117,20 +117,20 @@ def agreement(here: pd.DataFrame, recorded: pd.DataFrame, *, resamples: int, see
             if set(wide[0].index) != set(wide[1].index):
                 continue
             changes = [table.sub(table[BASELINE], axis=0) if measure == PERPLEXITY else table for table in wide]
-            scale = 100.0 if measure == PERPLEXITY else 1.0
-            noise = scale * sum(float(change[NOISE].abs().mean()) for change in changes)
+            shown: Callable[[float], float] = _percent if measure == PERPLEXITY else float
+            noise = shown(sum(float(change[NOISE].abs().mean()) for change in changes))
             for arm in ARMS:
                 if arm in (BASELINE, NOISE):
                     continue
-                apart = scale * (changes[1][arm] - changes[0][arm].reindex(changes[1].index)).to_numpy()
-                value, low, high = interval(apart, resamples=resamples, seed=seed)
+                apart = (changes[1][arm] - changes[0][arm].reindex(changes[1].index)).to_numpy()
+                value, low, high = map(shown, interval(apart, resamples=resamples, seed=seed))
                 agrees = low <= 0 <= high or max(abs(low), abs(high)) <= noise
                 rows.append(
                     {
                         "measure": measure,
                         "arm": arm,
-                        "here": scale * float(changes[0][arm].mean()),
-                        "recorded": scale * float(changes[1][arm].mean()),
+                        "here": shown(float(changes[0][arm].mean())),
+                        "recorded": shown(float(changes[1][arm].mean())),
                         "difference": value,
                         "low": low,
                         "high": high,
