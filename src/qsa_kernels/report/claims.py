@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from qsa_kernels.report import evidence, recording, repository, runs, yamlfile
+from qsa_kernels.report import evidence, repository, runs, yamlfile
 from qsa_kernels.report.evidence import Broken, Evidence, Found, Lookup, NotMeasured, Plain
 from qsa_kernels.report.parameters import explain
 
@@ -434,10 +434,3 @@ def _noise(claim: Claim, found: Sequence[Found | None], sides: Sequence[Evidence
         halves.append((math.log(high / low) if noise.log else high - low) / 2)
         floors.append(float(row[noise.floor]) if noise.floor else 0.0)
     return math.hypot(*halves) + max(floors)
-
-
-def newest_recorded() -> dict[str, str]:
-    """The recorded runs that claims rest on now, by table."""
-    wanted = {claim.check.recorded for claim in load() if claim.check is not None and claim.check.recorded}
-    found = {name: recording.newest(table=name) for name in sorted(wanted)}
-    return {name: run_id for name, run_id in found.items() if run_id}

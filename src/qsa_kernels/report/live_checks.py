@@ -359,6 +359,22 @@ def gain_at_native_length() -> float:
 
 
 @_check
+def break_even_tokens() -> int:
+    """Length of a request from which on E4M3 never holds less than FP16, at TP 4 without draft tokens."""
+    from qsa_kernels.measure.capacity import Deployment
+
+    return Deployment().break_even_max_model_len()
+
+
+@_check
+def heads_of_a_rank() -> str:
+    """Query and KV heads of one of four ranks."""
+    from qsa_kernels.measure.capacity import QWEN4_EXP, Deployment
+
+    return f"{QWEN4_EXP.q_heads // 4} and {Deployment(tp=4).kv_heads_per_rank}"
+
+
+@_check
 def workspace_freed_mib() -> float:
     """MiB a rank that one top-k buffer in place of one a layer frees."""
     from qsa_kernels.measure import capacity
