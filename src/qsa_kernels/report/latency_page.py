@@ -60,8 +60,10 @@ class Measured:
             frame = frame[frame[column] == value]
         if frame.empty or not self.there:
             return frame
-        order = self.frames["latency_workloads"].sort_values(["kind", "rows", "context"])["workload"].tolist()
-        return frame.sort_values("workload", key=lambda names: names.map(order.index), kind="stable")
+        measured = self.frames["latency_workloads"].sort_values(["kind", "rows", "context"])["workload"]
+        order = {name: place for place, name in enumerate(measured)}
+        # an incomplete run knows nothing but the names of what it did not come to
+        return frame.sort_values("workload", key=lambda names: names.map(order).fillna(len(order)), kind="stable")
 
     def label(self, code_path: str) -> str:
         """The name under which a code path is shown; the second is never called V100."""
