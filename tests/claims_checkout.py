@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 _LONG = {"case": "published-topk2051", "arm": "hoisted/bitcast", "mode": "split", "reference": "fp32"}
 _CASES = ("published-topk10", "published-topk33", "published-topk2051")
 _EFFECT = {"arm": "calibrated", "against": "fp16"}
-_DECODE = {"stage": "core", "cache_state": "cold", "workload": "decode-128-32k-clustered", "launch": "best"}
+_DECODE = {"stage": "core", "cache_state": "cold", "workload": "decode-32-32k-clustered", "launch": "best"}
 _KNOWN = {"status": "passed", "reason": "", "device": "NVIDIA H200"}
 _NOISE = {"floor_log_ratio": 0.01}
 
@@ -105,6 +105,7 @@ LATENCY: dict[str, Rows] = {
                 ("device", "hoisted/packed", 0.78),
                 ("device", "hoisted/bitcast", 2.6),
                 ("sm_70", "hoisted/bitcast", 1.13),
+                ("sm_70", "hoisted/packed", 1.01),
             )
         ),
         *(
@@ -113,16 +114,29 @@ LATENCY: dict[str, Rows] = {
         ),
     ],
     "latency_pairs": [
-        _DECODE
-        | {"code_path": "sm_70", "question": "vector against dot", "arm": "fp16+vector", "baseline_launch": "best"}
-        | _ratio(0.4)
+        _DECODE | {"code_path": "sm_70", "question": question, "arm": arm, "baseline_launch": "best"} | _ratio(value)
+        for question, arm, value in (
+            ("vector against dot", "fp16+vector", 0.4),
+            ("E4M3 against FP16, vector", "hoisted/packed+vector", 0.79),
+        )
     ],
     "latency_effects": [
-        _DECODE | {"code_path": "sm_70", "effect": effect} | _ratio(value)
-        for effect, value in (("decoder", 0.97), ("placement", 1.01))
+        _DECODE | {"code_path": path, "effect": effect} | _ratio(value)
+        for path, effect, value in (
+            ("sm_70", "decoder", 0.95),
+            ("sm_70", "placement", 1.01),
+            ("device", "placement", 1.3),
+        )
     ],
 }
-RECORDED = {"h200-latency": ("latency", LATENCY), "h200-quality": ("quality", CHAPTERS["quality"])}
+QUALITY: dict[str, Rows] = {
+    "quality_effects": [
+        _EFFECT | {"measure": "perplexity change", "verdict": "worse", "value": 1.07},
+        _EFFECT
+        | {"measure": "perplexity change", "verdict": "same", "value": -0.07, "arm": "unit", "against": "calibrated"},
+    ]
+}
+RECORDED = {"h200-latency": ("latency", LATENCY), "h200-quality": ("quality", QUALITY)}
 
 
 def frame(name: str, rows: Rows) -> pd.DataFrame:

@@ -248,6 +248,28 @@ def test_a_recorded_claim_that_fails_is_a_finding_not_an_error(root: Path) -> No
     assert not claims.is_failure(judged)
 
 
+@pytest.mark.parametrize(
+    ("changes", "verdict", "words"),
+    [
+        ({"ratio_high": 0.985}, "holds", ""),
+        ({"ratio_high": 0.995}, "fails", "inside the noise"),
+        ({"ratio_high": 1.02}, "fails", "inside the noise"),
+        ({"verdict": "not measurable", "verdict_reason": "implied bandwidth"}, "not measured", "implied bandwidth"),
+    ],
+)
+def test_a_ratio_has_to_clear_its_noise(root: Path, changes: dict[str, Any], verdict: str, words: str) -> None:
+    rows = [
+        {**row, **changes} if (row["arm"], row.get("code_path")) == ("hoisted/packed", "device") else row
+        for row in claims_checkout.LATENCY["latency_cells"]
+    ]
+    folder = root / "data/runs/h200-later"
+    frames = claims_checkout.LATENCY | {"latency_cells": rows}
+    claims_checkout.store(folder, "latency", frames, started="2026-09-05T10:00:00Z")
+    judged = {one.claim.id: one for one in claims.evaluate(LEDGER)}
+    assert judged["latency-packed-faster"].verdict == verdict
+    assert words in judged["latency-packed-faster"].reason
+
+
 def test_tables_satisfy_their_schemas(root: Path) -> None:
     judged = claims.evaluate(LEDGER)
     every = claims.table(judged)
@@ -264,7 +286,7 @@ class TestAgainst:
     def compare(self, root: Path, **changes: Any) -> dict[str, dict[str, Any]]:
         """A second latency run, with packed decoding at another ratio, beside the recorded one."""
         rows = [
-            {**row, **changes} if row["arm"] == "hoisted/packed" else row
+            {**row, **changes} if (row["arm"], row.get("code_path")) == ("hoisted/packed", "device") else row
             for row in claims_checkout.LATENCY["latency_cells"]
         ]
         device = changes.pop("device", "NVIDIA H200")

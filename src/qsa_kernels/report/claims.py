@@ -47,7 +47,8 @@ class Noise(_Strict):
     Args:
         low, high: columns of the interval, in the row of the value.
         floor: column of the noise floor as a log ratio, in that row.
-        log: the value is a ratio, compared in its logarithm.
+        log: the value is a ratio, compared in its logarithm; a claim that it is above or below something has to hold
+            at the near end of the interval too, less the floor.
         spread: range over draws of the same quantity, for a value without an interval of its own.
     """
 
@@ -217,6 +218,8 @@ def judge(claim: Claim, at: Evidence) -> Judged:
         if holds:
             return Judged(claim, "quoted", found, claim.reason)
         return Judged(claim, "fails", found, f"{found.origin} has another figure than the ledger", broken=True)
+    if holds and not _clear_of_noise(claim, found):
+        return Judged(claim, "fails", found, "; ".join(filter(None, ["inside the noise of the run", found.note])))
     if holds:
         return Judged(claim, "holds", found, found.note)
     within = f" (tolerance {text_of(tolerance)})" if tolerance and not isinstance(tolerance, str) else ""
@@ -237,6 +240,17 @@ def _compare(claim: Claim, value: Plain, tolerance: Plain) -> bool:
         "at most": difference <= slack,
         "at least": difference >= -slack,
     }[claim.compared]
+
+
+def _clear_of_noise(claim: Claim, found: Found) -> bool:
+    """Whether a one-sided claim about a ratio holds at the near end of its interval too, less the noise floor."""
+    noise = claim.noise
+    if noise is None or not noise.log or noise.low is None or claim.compared == "equal":
+        return True
+    floor = math.exp(float(found.row[noise.floor]) if noise.floor else 0.0)
+    if claim.compared == "at most":
+        return _compare(claim, float(found.row[str(noise.high)]) * floor, 0.0)
+    return _compare(claim, float(found.row[noise.low]) / floor, 0.0)
 
 
 def evaluate(claims: Iterable[Claim] | None = None, at: Evidence | None = None) -> list[Judged]:

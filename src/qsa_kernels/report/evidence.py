@@ -326,6 +326,8 @@ class Evidence:
             raise NotMeasured(words) if lookup.recorded is not None and rows.empty else Broken(words)
         if lookup.reduce == "only":
             row = {str(name): value for name, value in rows.iloc[0].items()}
+            if row.get("verdict") == "not measurable":
+                raise NotMeasured(f"{at.origin}: not measurable: {row.get('verdict_reason')}")
             if _is_missing(value := row[str(lookup.column)]):
                 words = f"{at.origin}: {row.get('reason') or f'no value for {conditions}'}"
                 raise NotMeasured(words) if row.get("status") in ("skipped", "not_measured") else Broken(words)
