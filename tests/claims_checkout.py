@@ -132,8 +132,7 @@ LATENCY: dict[str, Rows] = {
 QUALITY: dict[str, Rows] = {
     "quality_effects": [
         _EFFECT | {"measure": "perplexity change", "verdict": "worse", "value": 1.07},
-        _EFFECT
-        | {"measure": "perplexity change", "verdict": "same", "value": -0.07, "arm": "unit", "against": "calibrated"},
+        {"arm": "unit", "against": "calibrated", "measure": "perplexity change", "verdict": "same", "value": -0.07},
     ]
 }
 RECORDED = {"h200-latency": ("latency", LATENCY), "h200-quality": ("quality", QUALITY)}

@@ -332,6 +332,21 @@ class TestAgainst:
         assert found["error-long-split"]["agreement"] == "agrees"
         assert found["error-long-split"]["own_verdict"] == "fails"
 
+    def test_other_parameters_explain_a_value_without_noise(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def store(run_id: str, ratio: float, started: str) -> None:
+            monkeypatch.setitem(claims_checkout.GLUE["error"], "error_quantisation_over_kernel", ratio)
+            frames = claims_checkout.CHAPTERS["error"]
+            folder = root / "runs" / run_id
+            claims_checkout.store(folder, "error", frames, executed_on="interpreter", started=started)
+
+        store("error-same", 102.0, "2026-09-04T10:00:00Z")
+        found = claims.against("error-1").set_index("claim").loc["error-codes-dominate"]
+        assert (found["agreement"], found["status"]) == ("differs", "failed")
+        monkeypatch.setitem(claims_checkout.PARAMETERS, "error", {**claims_checkout.PARAMETERS["error"], "rows": 2})
+        store("error-other", 102.0, "2026-09-05T10:00:00Z")
+        found = claims.against("error-1").set_index("claim").loc["error-codes-dominate"]
+        assert (found["agreement"], found["reason"]) == ("other parameters", "the runs differ in rows")
+
     def test_a_run_beside_itself_and_no_other_run_are_refused(self, root: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no run of latency to set beside h200-latency"):
             claims.against("h200-latency")

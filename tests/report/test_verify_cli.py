@@ -64,8 +64,10 @@ def test_a_broken_table_ends_with_status_1(root: Path) -> None:
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize(("ratio", "status"), [(0.79, 0), (0.99, 1)])
 def test_against(root: Path, ratio: float, status: int, as_json: bool) -> None:
-    rows = [row | ({"ratio": ratio} if (row["arm"], row.get("code_path")) == ("hoisted/packed", "device") else {}) for row in
-            claims_checkout.LATENCY["latency_cells"]]  # fmt: skip
+    rows = [
+        row | ({"ratio": ratio} if (row["arm"], row.get("code_path")) == ("hoisted/packed", "device") else {})
+        for row in claims_checkout.LATENCY["latency_cells"]
+    ]
     claims_checkout.store(root / "runs/mine", "latency", claims_checkout.LATENCY | {"latency_cells": rows})
     result = call("--against", "h200-latency", *(["--json"] if as_json else []))
     assert result.exit_code == status, result.output

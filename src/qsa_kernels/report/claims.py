@@ -339,8 +339,8 @@ def against(run_id: str, own_id: str | None = None, claims: Iterable[Claim] | No
 
     Returns:
         DataFrame: claim, statement, recorded and own value, difference and tolerance (log ratios where `scale` says so,
-            else the unit of the claim), both verdicts, agreement (agrees, differs, other device, not in both), status
-            and reason.
+            else the unit of the claim), both verdicts, agreement (agrees, differs, other device, other parameters,
+            not in both), status and reason.
 
     Raises:
         FileNotFoundError: no such run, or no run of one's own to compare.
@@ -359,10 +359,14 @@ def against(run_id: str, own_id: str | None = None, claims: Iterable[Claim] | No
     chapter = theirs.manifest.chapter
     sides = [Evidence({chapter: run}, run) for run in (theirs, mine)]
     devices = [evidence.device_of(run.manifest) for run in (theirs, mine)]
+    parameters = [run.manifest.parameters for run in (theirs, mine)]
+    changed = [
+        name for name in sorted({*parameters[0], *parameters[1]}) if len({str(one.get(name)) for one in parameters}) > 1
+    ]
     rows = []
     for claim in load() if claims is None else claims:
         if _rests_on(claim, chapter, theirs):
-            rows.append(_side_by_side(claim, sides, devices))
+            rows.append(_side_by_side(claim, sides, devices, changed))
     if not rows:
         raise ValueError(f"run {run_id}: no claim rests on its tables {', '.join(sorted(theirs.manifest.tables))}")
     return pd.DataFrame(rows).assign(recorded_run=run_id, own_run=mine.manifest.run_id)
@@ -396,7 +400,9 @@ def _rests_on(claim: Claim, chapter: str, run: runs.Run) -> bool:
     return check.glue is not None and check.glue.split("/")[0] == chapter and bool(run.manifest.glue)
 
 
-def _side_by_side(claim: Claim, sides: Sequence[Evidence], devices: Sequence[str]) -> dict[str, Any]:
+def _side_by_side(
+    claim: Claim, sides: Sequence[Evidence], devices: Sequence[str], changed: Sequence[str]
+) -> dict[str, Any]:
     judged = [judge(claim, side) for side in sides]
     row: dict[str, Any] = {
         "claim": claim.id,
@@ -430,6 +436,9 @@ def _side_by_side(claim: Claim, sides: Sequence[Evidence], devices: Sequence[str
         return row | {"agreement": "agrees", "status": "passed", "reason": ""}
     if devices[0] != devices[1]:
         return row | {"agreement": "other device", "status": "skipped", "reason": f"{devices[1]} against {devices[0]}"}
+    if changed and claim.noise is None:
+        words = f"the runs differ in {', '.join(changed)}"
+        return row | {"agreement": "other parameters", "status": "skipped", "reason": words}
     return row | {"agreement": "differs", "status": "failed", "reason": reason}
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qsa_kernels.report.claims import Judged
 
 _COLOURS = {"holds": "green", "fails": "red", "not measured": "yellow", "quoted": "dim", "agrees": "green"}
-_COLOURS |= {"differs": "red", "other device": "yellow", "not in both": "yellow"}
+_COLOURS |= {"differs": "red", "other device": "yellow", "other parameters": "yellow", "not in both": "yellow"}
 
 
 def verify(
