@@ -20,6 +20,8 @@ from qsa_kernels.report.parameters import explain
 if TYPE_CHECKING:
     import pandas as pd
 
+    from qsa_kernels.report.manifest import Manifest
+
 How = Literal["reproduced", "derived", "recorded", "quoted"]
 Verdict = Literal["holds", "fails", "not measured", "quoted"]
 VERDICTS: tuple[Verdict, ...] = ("fails", "holds", "not measured", "quoted")
@@ -373,12 +375,12 @@ def against(run_id: str, own_id: str | None = None, claims: Iterable[Claim] | No
 
 
 def _own_run(theirs: runs.Run) -> runs.Run:
-    """The newest run of the same measurement that is not `theirs`."""
+    """The newest run of the same measurement that is not `theirs`, and no page that draws it."""
     found = []
     for folder in (runs.recorded_folder(), runs.runs_folder()):
         for path in folder.glob("*/manifest.json"):
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record["chapter"] == theirs.manifest.chapter and set(theirs.manifest.tables) & set(record["tables"]):
+            if record["chapter"] == theirs.manifest.chapter and _is_measured_alike(record, theirs.manifest):
                 found.append((record["started"], path.parent))
     for _, folder in sorted(found, reverse=True):
         if folder.name != theirs.manifest.run_id:
@@ -387,6 +389,16 @@ def _own_run(theirs: runs.Run) -> runs.Run:
     raise FileNotFoundError(
         f"no run of {chapter} to set beside {theirs.manifest.run_id}: make one with 'qsa record' or 'qsa run {chapter}'"
     )
+
+
+def _is_measured_alike(record: Mapping[str, Any], theirs: Manifest) -> bool:
+    """Whether a run holds tables of the same names; for a recorded run also none of its very tables, which a page that
+    draws it has copied."""
+    common = set(theirs.tables) & set(record["tables"])
+    if theirs.notebook is not None or theirs.executed_on == "interpreter":
+        return bool(common)
+    copied = any(record["tables"][name]["sha256"] == theirs.tables[name].sha256 for name in common)
+    return bool(common) and record["executed_on"] == theirs.executed_on and not copied
 
 
 def _rests_on(claim: Claim, chapter: str, run: runs.Run) -> bool:

@@ -130,14 +130,16 @@ def effect_sentence(measured: Measured, effect: str, code_path: str, workload: s
 
 
 def summary_sentence(measured: Measured) -> str:
-    """How many cells there are and how they came out."""
+    """How many ratios there are, how they came out, and how many planned ones have no time."""
     if not measured.there:
         return NOT_MEASURED
     cells = measured.cells()
     arms = cells[(cells["arm"] != "A/A") & (cells["baseline_arm"] != cells["arm"])]
-    counts = arms["verdict"].value_counts()
+    timed = arms[arms["status"] == "passed"]
+    counts = timed["verdict"].value_counts()
     words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in counts.index)
-    return f"{len(arms)} ratios: {words}"
+    missing = len(arms) - len(timed)
+    return f"{len(timed)} ratios: {words}" + (f"; {missing} planned ones have no time yet" if missing else "")
 
 
 def noise_sentence(measured: Measured) -> str:
@@ -163,6 +165,32 @@ def best_sentence(measured: Measured) -> str:
     if not best or any(pd.isna(best)):
         return "not measured"
     return f"{float(np.exp(np.mean(np.log(best)))):.2f} of the time of FP16"
+
+
+def vector_ratios(measured: Measured, workload: str) -> dict[str, float]:
+    """How the packed vector arm compares on the sm_70 code path; NaN where one side was not measured.
+
+    Args:
+        measured: the run.
+        workload: start of the workload's name, such as "decode-128-32k".
+
+    Returns:
+        its time over that of FP16 through the dot ("fp16") and through the vector contraction ("fp16_vector"), each
+        under its best launch, and the time of the merged public arm under the public launch over its own ("public").
+    """
+    cells = measured.cells(stage="core", code_path="sm_70", cache_state="cold", status="passed")
+    cells = cells[cells["workload"].str.startswith(f"{workload}-")] if len(cells) else cells
+
+    def time_us(arm: str, launch: str = BEST_LAUNCH) -> float:
+        found = cells[(cells["arm"] == arm) & (cells["launch"] == launch)]
+        return float(found["time_us"].iloc[0]) if len(found) else float("nan")
+
+    own = time_us("hoisted/packed+vector")
+    return {
+        "fp16": own / time_us("fp16"),
+        "fp16_vector": own / time_us("fp16+vector"),
+        "public": time_us("hoisted/bitcast", "pre_ampere") / own,
+    }
 
 
 def reported() -> pd.DataFrame:
