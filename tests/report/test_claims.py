@@ -347,6 +347,14 @@ class TestAgainst:
         found = claims.against("error-1").set_index("claim").loc["error-codes-dominate"]
         assert (found["agreement"], found["reason"]) == ("other parameters", "the runs differ in rows")
 
+    def test_a_page_that_draws_a_recorded_run_is_no_run_of_ones_own(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(claims_checkout.PARAMETERS, "latency", {"source": "recorded:newest"})
+        claims_checkout.store(root / "runs/drawn", "latency", claims_checkout.LATENCY)
+        with pytest.raises(FileNotFoundError, match="no run of latency to set beside h200-latency"):
+            claims.against("h200-latency")
+
     def test_a_run_beside_itself_and_no_other_run_are_refused(self, root: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no run of latency to set beside h200-latency"):
             claims.against("h200-latency")

@@ -335,8 +335,7 @@ def against(run_id: str, own_id: str | None = None, claims: Iterable[Claim] | No
 
     Args:
         run_id: the recorded run.
-        own_id: one's own run; default: the newest other run with the same tables, else the published page of the same
-            chapter.
+        own_id: one's own run; default: the newest other run that measured the same tables.
         claims: default: the ledger.
 
     Returns:
@@ -392,13 +391,10 @@ def _own_run(theirs: runs.Run) -> runs.Run:
 
 
 def _is_measured_alike(record: Mapping[str, Any], theirs: Manifest) -> bool:
-    """Whether a run holds tables of the same names; for a recorded run also none of its very tables, which a page that
-    draws it has copied."""
-    common = set(theirs.tables) & set(record["tables"])
-    if theirs.notebook is not None or theirs.executed_on == "interpreter":
-        return bool(common)
-    copied = any(record["tables"][name]["sha256"] == theirs.tables[name].sha256 for name in common)
-    return bool(common) and record["executed_on"] == theirs.executed_on and not copied
+    """Whether a run holds tables of the same names, and measured them itself."""
+    is_drawn = str(record["parameters"].get("source", "live")).startswith("recorded:")
+    on_alike = record["executed_on"] == theirs.executed_on or theirs.notebook is not None
+    return bool(set(theirs.tables) & set(record["tables"])) and on_alike and not is_drawn
 
 
 def _rests_on(claim: Claim, chapter: str, run: runs.Run) -> bool:
