@@ -254,7 +254,6 @@ def test_a_recorded_claim_that_fails_is_a_finding_not_an_error(root: Path) -> No
         ({"ratio_high": 0.985}, "holds", ""),
         ({"ratio_high": 0.995}, "fails", "inside the noise"),
         ({"ratio_high": 1.02}, "fails", "inside the noise"),
-        ({"verdict": "not measurable", "verdict_reason": "implied bandwidth"}, "not measured", "implied bandwidth"),
     ],
 )
 def test_a_ratio_has_to_clear_its_noise(root: Path, changes: dict[str, Any], verdict: str, words: str) -> None:
@@ -268,6 +267,21 @@ def test_a_ratio_has_to_clear_its_noise(root: Path, changes: dict[str, Any], ver
     judged = {one.claim.id: one for one in claims.evaluate(LEDGER)}
     assert judged["latency-packed-faster"].verdict == verdict
     assert words in judged["latency-packed-faster"].reason
+
+
+def test_a_cell_that_is_not_measurable_gives_way_to_an_older_run_or_to_none(root: Path) -> None:
+    changes = {"verdict": "not measurable", "verdict_reason": "implied bandwidth above the copy"}
+    rows = [{**row, **changes} for row in claims_checkout.LATENCY["latency_cells"] if row["arm"] != "A/A"]
+    frames = claims_checkout.LATENCY | {"latency_cells": rows}
+    claims_checkout.store(root / "data/runs/h200-later", "latency", frames, started="2026-09-05T10:00:00Z")
+    judged = {one.claim.id: one for one in claims.evaluate(LEDGER)}
+    found = judged["latency-packed-faster"].found
+    assert found is not None
+    assert found.origin == "run h200-latency"
+    shutil.rmtree(root / "data/runs/h200-latency")
+    judged = {one.claim.id: one for one in claims.evaluate(LEDGER)}
+    assert judged["latency-packed-faster"].verdict == "not measured"
+    assert "implied bandwidth" in judged["latency-packed-faster"].reason
 
 
 def test_tables_satisfy_their_schemas(root: Path) -> None:

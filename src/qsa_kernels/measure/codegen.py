@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ class CompiledKernel:
     """
 
     request: KernelRequest
-    ptx: str = ""
+    ptx: str = field(default="", compare=False)  # holds paths; `ptx_sha256` is of the text without them
     disassembly: str = ""
     sites: tuple[Site, ...] = ()
     registers: int = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qsa_kernels.report import manifest, recording, repository, runs
+from qsa_kernels.report import manifest, repository, runs
 
 if TYPE_CHECKING:  # pandas and pandera take seconds to import
     import pandas as pd
@@ -45,7 +45,7 @@ class Lookup(BaseModel):
         reported: name of a file in data/reported.
         stored: "chapter/table" of the published page of a chapter.
         glue: "chapter/key", a number that the chapter's run kept.
-        recorded: name of a table in the newest recorded run that has one.
+        recorded: name of a table in a recorded run, the newest that has the value.
         where: values that columns have in the rows wanted; a text with * or ? is a pattern, a list allows any of its
             members.
         column: the column that holds the value.
@@ -171,7 +171,7 @@ class Evidence:
 
     Args:
         chapters: runs to read in place of published pages, by chapter.
-        recorded: the run to read in place of the newest recorded one.
+        recorded: the run to read in place of the recorded ones.
     """
 
     def __init__(self, chapters: Mapping[str, runs.Run] | None = None, recorded: runs.Run | None = None) -> None:
@@ -212,9 +212,7 @@ class Evidence:
             frame = self._frame(folder, record, table)
             return self._pick(frame, lookup, Found("", device_of(record), f"run {record.run_id}", self._stale(chapter)))
         if lookup.recorded is not None:
-            folder, record = self._newest(lookup.recorded)
-            frame = self._frame(folder, record, lookup.recorded)
-            return self._pick(frame, lookup, Found("", device_of(record), f"run {record.run_id}"))
+            return self._recorded_value(lookup)
         file = DERIVED[lookup.derived].file if lookup.derived else str(lookup.reported)
         frame = self._figures(lookup.derived or "", file)
         return self._pick(frame, lookup, Found("", "", f"data/reported/{file}.csv"))
@@ -267,19 +265,34 @@ class Evidence:
         if other:
             raise NotMeasured(f"chapter {chapter} ran with {', '.join(other)}: qsa run {chapter} --profile cpu")
 
-    def _newest(self, table: str) -> tuple[Path, Manifest]:
+    def _runs_with(self, table: str) -> list[tuple[Path, Manifest]]:
+        """Recorded runs that hold a table, the newest first; a run that was chosen stands alone."""
         if self._recorded is not None:
             if table not in self._recorded.manifest.tables:
                 raise NotMeasured(f"run {self._recorded.manifest.run_id} has no table {table}")
-            return self._recorded.folder, self._recorded.manifest
-        run_id = recording.newest(table=table)
-        if run_id is None:
+            return [(self._recorded.folder, self._recorded.manifest)]
+        found = []
+        for path in runs.recorded_folder().glob("*/manifest.json"):
+            try:
+                found.append((path.parent, manifest.read(path)))
+            except ValueError as error:
+                raise Broken(str(error)) from None
+        found = [one for one in found if table in one[1].tables]
+        if not found:
             raise NotMeasured(f"no run under data/runs has a table {table}: qsa record makes one")
-        folder = runs.recorded_folder() / run_id
-        try:
-            return folder, manifest.read(folder / "manifest.json")
-        except (OSError, ValueError) as error:
-            raise Broken(str(error)) from None
+        return sorted(found, key=lambda one: one[1].started, reverse=True)
+
+    def _recorded_value(self, lookup: Lookup) -> Found:
+        """From the newest recorded run that measured it."""
+        table = str(lookup.recorded)
+        missing = None
+        for folder, record in self._runs_with(table):
+            at = Found("", device_of(record), f"run {record.run_id}")
+            try:
+                return self._pick(self._frame(folder, record, table), lookup, at)
+            except NotMeasured as error:
+                missing = missing or error
+        raise missing or NotMeasured(f"no recorded {table}")
 
     def _what_changed(self, chapter: str) -> str:
         if chapter in self._chosen:

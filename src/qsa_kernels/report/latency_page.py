@@ -286,9 +286,10 @@ def unmeasured(measured: Measured) -> pd.DataFrame:
 
 
 def mechanism_requests() -> list[KernelRequest]:
-    """Kernels whose registers, spills and loop lengths explain the launches, for sm_90 under the two public tiles."""
+    """Kernels of sm_90 whose loops, registers and spills explain the launches: two public tiles, and 16 columns."""
     arms = ("fp16", "in_loop/bitcast", "hoisted/bitcast", "hoisted/native")
     return [
         *codegen.requests("sm_90", arms, block_n=64, num_warps=2),
         *codegen.requests("sm_90", arms, block_n=32, num_warps=1),
+        *codegen.requests("sm_90", arms, block_n=16, num_warps=4),
     ]
