@@ -167,6 +167,12 @@ def best_sentence(measured: Measured) -> str:
     return f"{float(np.exp(np.mean(np.log(best)))):.2f} of the time of FP16"
 
 
+def answer_cells(measured: Measured, workload: str) -> pd.DataFrame:
+    """Cold cells of one workload of the core stage on the sm_70 code path; `workload` is the start of its name."""
+    cells = measured.cells(stage="core", code_path="sm_70", cache_state="cold")
+    return cells[cells["workload"].str.startswith(f"{workload}-")] if len(cells) else cells
+
+
 def vector_ratios(measured: Measured, workload: str) -> dict[str, float]:
     """How the packed vector arm compares on the sm_70 code path; NaN where one side was not measured.
 
@@ -178,8 +184,7 @@ def vector_ratios(measured: Measured, workload: str) -> dict[str, float]:
         its time over that of FP16 through the dot ("fp16") and through the vector contraction ("fp16_vector"), each
         under its best launch, and the time of the merged public arm under the public launch over its own ("public").
     """
-    cells = measured.cells(stage="core", code_path="sm_70", cache_state="cold", status="passed")
-    cells = cells[cells["workload"].str.startswith(f"{workload}-")] if len(cells) else cells
+    cells = answer_cells(measured, workload)
 
     def time_us(arm: str, launch: str = BEST_LAUNCH) -> float:
         found = cells[(cells["arm"] == arm) & (cells["launch"] == launch)]

@@ -119,6 +119,44 @@ def _ratio_ticks(axes: Axes, ratios: pd.Series) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
+ANSWER = (
+    ("hoisted/bitcast", "pre_ampere", "E4M3, both public changes, public launch"),
+    ("fp16", "pre_ampere", "FP16, public launch"),
+    ("hoisted/bitcast", "best", "E4M3, both public changes, best launch"),
+    ("hoisted/packed", "best", "E4M3, packed decoder, best launch"),
+    ("fp16", "best", "FP16, best launch"),
+    ("fp16+vector", "best", "FP16, products in registers"),
+    ("hoisted/packed+vector", "best", "E4M3, packed, products in registers"),
+)
+
+
+def answer(cells: pd.DataFrame, device: str) -> Figure:
+    """Why the bytes did not pay and what makes them pay: times of one workload on one code path.
+
+    Args:
+        cells: `latency_cells` of one workload, code path and cache state.
+        device: name of device and code path.
+    """
+    times = cells[cells["status"] == "passed"].set_index(["arm", "launch"])["time_us"]
+    rows = [(arm, label, float(times[arm, launch])) for arm, launch, label in ANSWER if (arm, launch) in times.index]
+    if not rows:
+        return empty()
+    floor = float(np.expm1(cells["floor_log_ratio"].median()))
+    with style.look():
+        figure, axes = plt.subplots(figsize=(7.0, 3.4))
+        places = np.arange(len(rows))[::-1]
+        colours = [style.arm_style(arm)["color"] for arm, _, _ in rows]
+        axes.barh(places, [time for *_, time in rows], color=colours, height=0.65)
+        for place, (_, _, time) in zip(places, rows, strict=True):
+            axes.annotate(f"{time:.0f}", (time, place), xytext=(4, 0), textcoords="offset points", va="center")
+        axes.set_yticks(places, [label for _, label, _ in rows])
+        axes.grid(visible=False, axis="y")
+        axes.margins(x=0.1)
+        axes.set_xlabel(f"time, µs; noise floor {100 * floor:.1f} % of a time")
+        axes.set_title(f"{title_of(str(cells['workload'].iloc[0]))}; {device}", fontsize=10)
+    return figure
+
+
 def effects(table: pd.DataFrame, labels: dict[str, str]) -> Figure:
     """Main effects and interaction of the 2x2 in per cent of time, with intervals and floors, for both code paths.
 
