@@ -552,6 +552,14 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["value"],
     ),
+    "kernel_log": schema(
+        {
+            "step": count(),
+            **{name: label() for name in ("change", "prediction", "quantity", "unit", "outcome", "evidence")},
+            **{name: number() for name in ("before", "after")},
+        },
+        measured=["before", "after"],
+    ),
     "error_cells": schema(_ERROR_CELL, measured=list(_ERRORS)),
     "error_real_cells": schema(_ERROR_CELL, measured=list(_ERRORS)),
     "error_histograms": schema(
