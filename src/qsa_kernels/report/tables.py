@@ -552,6 +552,25 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["value"],
     ),
+    "gpu_tests": schema(
+        {
+            **{
+                name: label()
+                for name in (
+                    "date",
+                    "device",
+                    "compute_capability",
+                    "driver",
+                    "python",
+                    "torch",
+                    "triton",
+                    "commit",
+                    "what",
+                )
+            },
+            **{f"tests_{outcome}": count() for outcome in ("passed", "failed", "skipped")},
+        }
+    ),
     "kernel_log": schema(
         {
             "step": count(),
