@@ -16,10 +16,10 @@ export OMP_NUM_THREADS ?= 1
 export UV_HTTP_TIMEOUT ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help install report test lint serve clean
+.PHONY: help install report test test-pages lint serve clean
 
 help: ## say what there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 # The last line alone makes the installation count as done, so that a killed one starts again.
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -54,6 +54,9 @@ lint: install ## formatting, lint, types and the import contract
 
 test: lint ## lint, then all tests
 	$(BIN)/pytest -n 2
+
+test-pages: install ## open every page of the built book in Chromium, without a network
+	$(BIN)/pytest -q -rs tests/report/test_browser.py
 
 serve: ## show the built book on http://127.0.0.1:8000 (PORT=8000)
 	@test -f _build/html/index.html || { echo "error: no book yet; run 'make report'" >&2; exit 1; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,12 @@ _JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
 _STRICT = ("-W", "-n", "--keep-going", "-q")
 # Links that say something about a page without making the browser fetch anything.
 _QUIET_RELATIONS = {"canonical", "license", "author", "next", "prev", "search", "index", "help"}
+_LIVE_CODE = re.compile(
+    r"[ \t]*<script>const THEBE_JS_URL\b[^<]*</script>\n?"
+    r'|[ \t]*<script type="text/x-thebe-config">[^<]*</script>\n?'
+    r"|[ \t]*<script>kernelName = [^<]*</script>\n?"
+    r'|[ \t]*<(?:script|link)\b[^>]* (?:src|href)="[^"]*/sphinx-thebe\.[^"]*"[^>]*>(?:</script>)?\n?'
+)
 
 
 class BookError(RuntimeError):
@@ -150,6 +157,7 @@ def build() -> Path:
             raise BookError(f"the build failed:\n{_complaints(answer.stdout + answer.stderr)}")
         for name, run in sources.items():
             _copy_tables(run, html / RESULTS / name)
+        _drop_live_code(html)
         check_html(html, sources, begin)
         _write_entry(html)
         _swap(html, target / "html")
@@ -166,6 +174,13 @@ def _copy_tables(run: runs.Run, folder: Path) -> None:
     for stored in run.manifest.tables.values():
         shutil.copyfile(run.folder / stored.file, folder / Path(stored.file).name)
     shutil.copyfile(run.folder / "manifest.json", folder / "manifest.json")
+
+
+def _drop_live_code(html: Path) -> None:
+    """Take out Thebe, which the theme always adds, twice over, and which could only start at another host."""
+    for page in html.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(_LIVE_CODE.sub("", text), encoding="utf-8")
 
 
 def _write_entry(html: Path) -> None:
