@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export UV_HTTP_TIMEOUT ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help install report test test-pages lint serve clean
+.PHONY: help install report test test-pages lint serve archive clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -61,6 +61,9 @@ test-pages: install ## open every page of the built book in Chromium, without a 
 serve: ## show the built book on http://127.0.0.1:8000 (PORT=8000)
 	@test -f _build/html/index.html || { echo "error: no book yet; run 'make report'" >&2; exit 1; }
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory _build/html $(PORT)
+
+archive: install ## one zip of the built book with SHA-256 checksums: _build/qsa-kernels-book.zip
+	@$(BIN)/qsa archive
 
 clean: ## remove runs, pages and the built book; recorded runs in data/runs stay
 	rm -rf _build runs book/results .snakemake

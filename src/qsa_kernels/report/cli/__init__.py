@@ -9,6 +9,7 @@ import sys
 import typer
 
 from qsa_kernels.report.cli import (
+    archive,
     batch,
     book,
     capacity,
@@ -45,6 +46,7 @@ app.command("record-quality")(record_quality.record_quality)
 app.command("job", hidden=True)(run.job)
 app.command("report")(report.report)
 app.command("book")(book.book)
+app.command("archive")(archive.archive)
 app.command("batch")(batch.batch)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(verify.verify)
