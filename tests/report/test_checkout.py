@@ -60,6 +60,26 @@ def test_the_conda_environment_agrees():
     assert environment["name"] == project["name"]
 
 
+def test_the_citation_agrees_with_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    assert citation["title"].startswith(f"{project['name']}: ")
+    assert citation["authors"] == [{"name": f"The {project['name']} maintainers"}]
+
+
+def test_publishing_builds_with_the_commands_of_the_makefile_and_pinned_actions():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/pages.yml").read_text())["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    called = {step["run"].split()[1] for step in steps if step.get("run", "").startswith("make ")}
+    assert "report" in called
+    assert called <= targets
+
+
 def test_every_template_is_listed_and_every_listed_chapter_has_one():
     assert sorted(book.chapters()) == [path.stem for path in TEMPLATES]
 
