@@ -7,6 +7,8 @@ from attention_calls import Route, routes
 
 from qsa_kernels.attention import prepare
 from qsa_kernels.launch import LaunchConfig, heads_per_program, tokens_spread
+from qsa_kernels.measure import workloads
+from qsa_kernels.reference import reference_attention
 
 vector_arms = pytest.mark.parametrize("route", routes(names=["fp16+vector", "hoisted/packed+vector"]))
 
@@ -18,6 +20,18 @@ def test_tiles_taken_in_several_steps(route: Route, tile: int, device: str) -> N
     inputs = route.of(calls.standard_pair(seed=3), device)
     out, lse = route.attend(inputs, splits=3, tile=tile, warps=1)
     calls.assert_within_budget(out, lse, inputs, route.arm)
+
+
+def test_probabilities_and_sums_are_fp32(device: str) -> None:
+    """Before the output is rounded to halves, the distance to FP64 is that of FP32; a dot of halves is 160 times as far."""
+    inputs = workloads.random_pages(device=device).quantised
+    call = prepare(**inputs.arguments(), contraction="vector", launch_profile=LaunchConfig(32, 3, 1))
+    call.kernels[0].run()
+    partial, lse = (call.kernels[0].arguments[f"partial_{name}_ptr"].double() for name in ("out", "lse"))
+    weights = torch.softmax(lse * torch.tensor(2.0).log(), dim=0)
+    merged = (partial * weights[..., None]).sum(0) * (inputs.v_scale * 256)
+    expected = reference_attention(**inputs.arguments())
+    assert float((merged - expected).norm() / expected.norm()) <= 1e-6
 
 
 @vector_arms
