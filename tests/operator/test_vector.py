@@ -23,7 +23,7 @@ def test_tiles_taken_in_several_steps(route: Route, tile: int, device: str) -> N
 
 
 def test_probabilities_and_sums_are_fp32(device: str) -> None:
-    """Before the output is rounded to halves, the distance to FP64 is that of FP32; a dot of halves is 160 times as far."""
+    """Before its rounding to halves the result is as near to FP64 as FP32 is; a dot of halves is 160 times as far."""
     inputs = workloads.random_pages(device=device).quantised
     call = prepare(**inputs.arguments(), contraction="vector", launch_profile=LaunchConfig(32, 3, 1))
     call.kernels[0].run()
