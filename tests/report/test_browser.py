@@ -53,6 +53,7 @@ ALLOWED: list[tuple[str, str, str]] = [
     ),
 ]
 
+# MathJax draws an unknown command in red.
 LOOK = """() => {
   const shown = element => element.checkVisibility() && element.getBoundingClientRect();
   const name = element => element.id || element.getAttribute('src')?.slice(0, 80) || element.outerHTML.slice(0, 120);
@@ -72,7 +73,8 @@ LOOK = """() => {
     })),
     formulas: document.querySelectorAll('.math').length,
     unrendered: [...document.querySelectorAll('.math')].filter(each => !each.querySelector('mjx-container')).map(name),
-    wrong: [...document.querySelectorAll('mjx-merror')].map(each => each.outerHTML.slice(0, 200)),
+    wrong: [...document.querySelectorAll('mjx-merror, mjx-container [style*="color: red"]')].map(
+      each => each.outerHTML.slice(0, 200)),
     empty: [...document.querySelectorAll('mjx-container')].filter(
       each => shown(each) && shown(each).width === 0).map(name),
     mathjax: [...document.scripts].map(each => each.src).filter(each => /mathjax/i.test(each)),
