@@ -207,9 +207,11 @@ def choose(
     """
 
     def overflow(block_n: int, num_stages: int) -> str | None:
+        """Why a tile does not fit, or None."""
         if capability is None or contraction != "dot":
             return None
-        return _overflow(
+        limit = SHARED_MEMORY_BYTES.get(capability, _SHARED_MEMORY_FLOOR_BYTES)
+        needed = shared_memory_bytes(
             block_n,
             num_stages,
             capability=capability,
@@ -217,6 +219,12 @@ def choose(
             head_dim=head_dim,
             itemsize=itemsize,
             quantised=quantised,
+        )
+        if needed <= limit:
+            return None
+        return (
+            f"a tile of {block_n} tokens at head_dim {head_dim} and {num_stages} stage(s) needs {needed} bytes of "
+            f"shared memory, compute capability {capability[0]}.{capability[1]} has {limit}"
         )
 
     if isinstance(profile, LaunchConfig):
@@ -299,35 +307,6 @@ def _default_profile(capability: Capability | None, contraction: str) -> str:
     if capability is None or (8, 0) <= capability < (9, 0):
         return "generic"
     return "pre_ampere" if capability < (8, 0) else "sm90_public"
-
-
-def _overflow(
-    block_n: int,
-    num_stages: int,
-    *,
-    capability: Capability,
-    group: int,
-    head_dim: int,
-    itemsize: int,
-    quantised: bool,
-) -> str | None:
-    """Why a tile does not fit, or None."""
-    limit = SHARED_MEMORY_BYTES.get(capability, _SHARED_MEMORY_FLOOR_BYTES)
-    needed = shared_memory_bytes(
-        block_n,
-        num_stages,
-        capability=capability,
-        group=group,
-        head_dim=head_dim,
-        itemsize=itemsize,
-        quantised=quantised,
-    )
-    if needed <= limit:
-        return None
-    return (
-        f"a tile of {block_n} tokens at head_dim {head_dim} and {num_stages} stage(s) needs {needed} bytes of shared "
-        f"memory, compute capability {capability[0]}.{capability[1]} has {limit}"
-    )
 
 
 def _check_config(config: LaunchConfig, contraction: str) -> None:
