@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ import numpy as np
 from qsa_kernels.arms import ARMS
 from qsa_kernels.measure import environment
 from qsa_kernels.measure.latency import plan as plans
-from qsa_kernels.measure.latency import protocol, recorder, session
+from qsa_kernels.measure.latency import protocol, recorder, session, statistics
 from qsa_kernels.measure.latency.plan import Plan, Unit, Workload
 from qsa_kernels.measure.latency.protocol import ClockState
 from qsa_kernels.measure.latency.statistics import COPY_ARM
+from qsa_kernels.report import recording, yamlfile
+from qsa_kernels.report.repository import root
 
 L2_BYTES = 50 << 20
 COPY_GB_PER_S = 4200.0
@@ -174,6 +177,26 @@ def search_record(workload: Workload, code_path: str, plan: Plan) -> dict[str, A
     return {"workload": vars(workload), "code_path": code_path, "rows": rows, "seconds": 1.0}
 
 
+def content(profile: str = "h200") -> dict[str, Any]:
+    """The section latency of a shipped profile."""
+    return copy.deepcopy(yamlfile.load(root() / "notebooks/profiles" / f"{profile}.yaml")["latency"])
+
+
+def small() -> plans.Plan:
+    """The H200 plan cut down to what a test can judge."""
+    values = content()
+    values["resamples"] = 100
+    arms = [{"arms": ["fp16", *statistics.TWO_BY_TWO, "hoisted/native"], "launches": ["best", "sm90_public"]}]
+    stages = {stage["name"]: stage for stage in values["stages"]}
+    stage = stages["core"] | {"processes": 2, "blocks": 6, "arms": {"device": arms}}
+    stage["workloads"] = [{"kind": "decode", "rows": [8], "context": [32768]}]
+    other = stages["grid"] | {"processes": 1, "blocks": 4, "group": 2, "arms": {"device": arms}}
+    other["workloads"] = [{"kind": "decode", "rows": [32], "context": [1024]}]
+    values["stages"] = [stage, other]
+    values["search"]["tiles"].pop("sm_70")
+    return recording.checked(values, "test")
+
+
 def open_folder(folder: Path, plan: Plan, run_id: str) -> None:
     """Plan and facts of an unfinished run, as on a machine that has such a device."""
     facts = environment.describe()
@@ -187,7 +210,6 @@ def open_folder(folder: Path, plan: Plan, run_id: str) -> None:
         "started": "2026-01-02T03:04:05Z",
     }
     facts["sources_sha256"] = recorder.sources_sha256()
-    facts["visits"] = [facts["device"]]
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(plans.to_mapping(plan)))
     (folder / "facts.json").write_text(json.dumps(facts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import subprocess
@@ -11,35 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_run import open_folder, record_of, write_run
+from simulated_run import content, open_folder, record_of, small, write_run
 
 from qsa_kernels.measure.latency import plan as plans
 from qsa_kernels.measure.latency import recorder, results, session, statistics
-from qsa_kernels.report import recording, runs, yamlfile
+from qsa_kernels.report import recording, runs
 from qsa_kernels.report.cli import record as command
-from qsa_kernels.report.repository import root
 from qsa_kernels.report.tables import SCHEMAS
 
 PROFILES = ("h200", "v100")
-
-
-def content(profile: str = "h200") -> dict[str, Any]:
-    return copy.deepcopy(yamlfile.load(root() / "notebooks/profiles" / f"{profile}.yaml")["latency"])
-
-
-def small() -> plans.Plan:
-    """The H200 plan cut down to what a test can judge."""
-    values = content()
-    values["resamples"] = 100
-    arms = [{"arms": ["fp16", *statistics.TWO_BY_TWO, "hoisted/native"], "launches": ["best", "sm90_public"]}]
-    stages = {stage["name"]: stage for stage in values["stages"]}
-    stage = stages["core"] | {"processes": 2, "blocks": 6, "arms": {"device": arms}}
-    stage["workloads"] = [{"kind": "decode", "rows": [8], "context": [32768]}]
-    other = stages["grid"] | {"processes": 1, "blocks": 4, "group": 2, "arms": {"device": arms}}
-    other["workloads"] = [{"kind": "decode", "rows": [32], "context": [1024]}]
-    values["stages"] = [stage, other]
-    values["search"]["tiles"].pop("sm_70")
-    return recording.checked(values, "test")
 
 
 class TestPlan:

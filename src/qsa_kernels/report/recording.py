@@ -63,6 +63,11 @@ def checked(content: Mapping[str, Any], where: str) -> Plan:
         raise ValueError(f"{where}: {error}") from None
 
 
+def process_numbers(plan: Plan) -> range:
+    """Numbers of the fresh processes of a plan."""
+    return range(max(stage.processes for stage in plan.stages))
+
+
 def unfinished_folder(profile: str) -> Path:
     """A new folder for a run that is being measured; ignored by git."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -74,6 +79,8 @@ def record(
     *,
     folder: Path | None = None,
     cells: Sequence[str] = (),
+    processes: Sequence[int] = (),
+    search_only: bool = False,
     budget_s: float | None = None,
     commit: str | None = None,
 ) -> tuple[Path, int]:
@@ -83,17 +90,25 @@ def record(
         profile: name or path of the profile.
         folder: an unfinished run to go on with; default: a new one.
         cells: patterns of "stage/workload/code_path"; a bare word names a stage; default: everything.
+        processes: numbers of the fresh processes to measure; default: all.
+        search_only: stop when the launches are chosen and compiled.
         budget_s: stop between two cells when this many seconds have passed.
         commit: of the checkout, where git cannot tell.
 
     Returns:
-        the folder and the number of cells (workload, code path and process) that are still open.
+        the folder and the number of wanted cells (workload, code path and process) that are still open.
 
     Raises:
-        ValueError: a profile that is wrong, or one for another device than the present one.
+        ValueError: a profile that is wrong, one for another device than the present one, or a process that the plan
+            does not have.
         RuntimeError: nothing can be measured here.
     """
     plan = plan_of(profile)
+    known_processes = process_numbers(plan)
+    if unknown := sorted(set(processes) - set(known_processes)):
+        raise ValueError(
+            f"--process: expected 0 to {known_processes[-1]}; got {', '.join(str(number) for number in unknown)}"
+        )
     # torch takes seconds to import: only for a profile that is right
     from qsa_kernels.measure.latency import recorder
 
@@ -107,7 +122,8 @@ def record(
         "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
     recorder.open_run(known, plan, provenance)
-    return known, recorder.record(known, patterns=cells, budget_s=budget_s)
+    still_open = recorder.record(known, patterns=cells, processes=processes, search_only=search_only, budget_s=budget_s)
+    return known, still_open
 
 
 def assemble(folder: Path, *, incomplete: bool = False, target: Path | None = None) -> Run:
@@ -119,7 +135,7 @@ def assemble(folder: Path, *, incomplete: bool = False, target: Path | None = No
         target: parent of the run folder; default: data/runs.
 
     Raises:
-        ValueError: open cells without `incomplete`, or a folder without results.
+        ValueError: open cells without `incomplete`, a folder without results, or nodes that differ.
         FileExistsError: the run is stored already.
     """
     from qsa_kernels.measure.latency import recorder, results
@@ -138,6 +154,7 @@ def assemble(folder: Path, *, incomplete: bool = False, target: Path | None = No
     if missing:
         tables["latency_cells"] = results.with_open_units(tables["latency_cells"], missing)
     facts = results.facts(folder)
+    facts["host"]["nodes"] = sorted(raw["latency_processes"]["node"].unique())
     known = facts["provenance"]
     return runs.store(
         {name: tables[name] for name in TABLES},

@@ -478,6 +478,8 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         {
             "stage": label(),
             "process": count(),
+            # only runs that name their machines have it
+            "node": pa.Column(str, required=False),
             "device": label(),
             "sync_method": label(),
             **{name: number() for name in ("resolution_us", "copy_gb_per_s", "seconds")},
@@ -532,6 +534,15 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
             "blocks": count(),
         },
         measured=["log_ratio", "log_ratio_low", "log_ratio_high"],
+    ),
+    "latency_choice": schema(
+        {
+            "code_path": label("device", "sm_70"),
+            **{name: label() for name in ("workload", "e4m3_arm", "verdict", "fp16_arm")},
+            **{name: number() for name in ("ratio", "ratio_low", "ratio_high", "e4m3_time_us", "fp16_time_us")},
+            **{name: _LAUNCH[name] for name in ("block_n", "num_splits", "num_warps", "num_stages")},
+        },
+        measured=["ratio", "ratio_low", "ratio_high", "e4m3_time_us"],
     ),
     "latency_v100": schema(
         {

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from qsa_kernels.measure.latency import protocol, session
 from qsa_kernels.measure.latency.plan import Plan
 
 PLAN_FILE, FACTS_FILE = "plan.json", "facts.json"
+# What pieces of one run have to agree in, apart from the name of the device.
+_SAME_VERSIONS = ("torch", "cuda", "triton", "ptxas")
 BROKEN = 3  # exit status of a worker whose CUDA context a launch has broken
 # A worker needs this long before its first unit: imports, context, ceiling.
 _START_S = 12.0
@@ -38,7 +41,7 @@ def open_run(run: Path, plan: Plan, provenance: dict[str, Any]) -> None:
         provenance: run id, commit, package hash and so on, as the report puts them into the manifest.
 
     Raises:
-        ValueError: the folder holds a run of another plan, of other sources or of another device.
+        ValueError: the folder holds a run of another plan, of other sources, of another device, driver or compiler.
         RuntimeError: nothing can be measured here.
     """
     facts = environment.describe()
@@ -55,19 +58,35 @@ def open_run(run: Path, plan: Plan, provenance: dict[str, Any]) -> None:
             ("plan", json.loads((run / PLAN_FILE).read_text()), plans.to_mapping(plan)),
             ("state of what is timed", stored["sources_sha256"], sources_sha256()),
             ("device", stored["device"]["name"], name),
+            ("driver", stored["device"]["driver"], facts["device"]["driver"]),
+            *((which, stored["versions"][which], facts["versions"][which]) for which in _SAME_VERSIONS),
         )
         for what, before, now in same:
             if before != now:
                 raise ValueError(f"{run}: this unfinished run was begun with another {what}; start a new one")
-        stored["visits"].append(facts["device"])
-        _write(run / FACTS_FILE, stored)
         return
     run.mkdir(parents=True, exist_ok=True)
     _write(run / PLAN_FILE, plans.to_mapping(plan))
-    _write(
-        run / FACTS_FILE,
-        {**facts, "provenance": provenance, "sources_sha256": sources_sha256(), "visits": [facts["device"]]},
-    )
+    _write(run / FACTS_FILE, {**facts, "provenance": provenance, "sources_sha256": sources_sha256()})
+
+
+def node_name() -> str:
+    """Name of this machine: QSA_NODE, else Slurm's name for it; never the host name, which nobody asked to publish.
+
+    Raises:
+        ValueError: QSA_NODE is no name of a folder.
+    """
+    given = os.environ.get("QSA_NODE")
+    if given and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given):
+        raise ValueError(f"QSA_NODE: expected letters, digits, '.', '_' and '-'; got {given!r}")
+    return given or os.environ.get("SLURMD_NODENAME") or environment.NOT_AVAILABLE
+
+
+def node_facts() -> dict[str, str]:
+    """What a piece says about the machine that it was measured on."""
+    facts = environment.describe()
+    device = {"device": facts["device"]["name"], "driver": facts["device"]["driver"]}
+    return {"name": node_name(), **device, **{which: facts["versions"][which] for which in _SAME_VERSIONS}}
 
 
 def sources_sha256() -> str:
@@ -106,24 +125,42 @@ def is_complete(run: Path) -> bool:
     return not open_units(run, plan) and not open_searches(run, plan)
 
 
-def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = None) -> int:
+def record(
+    run: Path,
+    *,
+    patterns: Sequence[str] = (),
+    processes: Sequence[int] = (),
+    search_only: bool = False,
+    budget_s: float | None = None,
+) -> int:
     """Go on with a run until it is complete or the budget is spent; what is finished stays.
+
+    Machines that share the folder each take processes of their own, once one of them has searched the launches.
 
     Args:
         run: folder that `open_run` prepared.
         patterns: measure only units that match, see `plan.Unit.matches`.
+        processes: measure only these fresh processes, by number; default: all.
+        search_only: stop when the launches are chosen and compiled.
         budget_s: seconds; None = no limit.
 
     Returns:
-        number of units that are still open.
+        number of wanted units that are still open.
 
     Raises:
-        RuntimeError: a worker process failed.
+        RuntimeError: a worker process failed, or `processes` before the launches are chosen.
     """
     deadline = time.time() + budget_s if budget_s is not None else None
     plan = stored_plan(run)
-    cache = environment.writable_cache(run / "cache")
+    if processes and open_searches(run, plan):
+        raise RuntimeError(f"{run}: no launches are chosen yet; one machine does that first, with --search-only")
+    # Machines that share the folder do not share what they compile: over a network they would read half a file.
+    named = node_name() != environment.NOT_AVAILABLE
+    cache = environment.writable_cache(run / "cache" / node_name() if named else run / "cache")
     environ = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+
+    def wanted() -> list[plans.Unit]:
+        return [unit for unit in open_units(run, plan, patterns) if not processes or unit.process in processes]
 
     def out_of_time() -> bool:
         return deadline is not None and time.time() + _START_S > deadline
@@ -161,17 +198,18 @@ def record(run: Path, *, patterns: Sequence[str] = (), budget_s: float | None = 
         if not out_of_time():
             finish("search", "search")
     if open_searches(run, plan):
-        return len(open_units(run, plan, patterns))
+        return len(wanted())
     compile_all("measurement")
-    todo = open_units(run, plan, patterns)
-    for group, number in dict.fromkeys((unit.stage.group, unit.process) for unit in todo):
+    if search_only:
+        return len(wanted())
+    for group, number in dict.fromkeys((unit.stage.group, unit.process) for unit in wanted()):
         if out_of_time():
             break
         arguments = ["--group", str(group), "--process", str(number)]
         for pattern in patterns:
             arguments += ["--cells", pattern]
         finish(f"group {group}, process {number}", "measure", *arguments)
-    return len(open_units(run, plan, patterns))
+    return len(wanted())
 
 
 def _say(text: str) -> None:
@@ -190,13 +228,14 @@ def _work(options: argparse.Namespace) -> None:
         session.compile_claimed(plan, run, options.claims)
         return
     longest = 0.0
+    node = node_facts()
     worker = session.Session(plan, run, session.Machine.present())
     if options.task == "search":
         for workload, code_path in open_searches(run, plan):
             if not _has_time(options.deadline, longest):
                 return
             result = worker.search(workload, code_path)
-            session.write_json(run / "search" / session.search_name(workload, code_path), result)
+            session.write_json(run / "search" / session.search_name(workload, code_path), {**result, "node": node})
             longest = max(longest, result["seconds"])
             _say(f"search {workload.name} {code_path}: {result['seconds']:.1f} s")
         return
@@ -206,7 +245,7 @@ def _work(options: argparse.Namespace) -> None:
         if not _has_time(options.deadline, longest):
             return
         result = worker.measure(unit)
-        session.write_json(run / unit.path, result)
+        session.write_json(run / unit.path, {**result, "node": node})
         longest = max(longest, result["seconds"])
         red = sum(row["status"] == "failed" for row in result["gates"])
         _say(f"{unit.path}: {result['seconds']:.1f} s" + (f", {red} arms failed" if red else ""))

@@ -43,12 +43,13 @@ def load(run: Path) -> dict[str, pd.DataFrame]:
     """Raw tables of an unfinished or finished run folder, in the columns that the samples were written with.
 
     Raises:
-        ValueError: the folder holds no finished unit.
+        ValueError: the folder holds no finished unit, or pieces of machines that are no repetitions of one another.
     """
     records = [read_json(path) for path in sorted((run / "cells").glob("*.json.gz"))]
     if not records:
         raise ValueError(f"{run}: no finished unit; measure with 'qsa record'")
     searches = [read_json(path) for path in sorted((run / "search").glob("*.json.gz"))]
+    _refuse_unlike(run, [*records, *searches])
     return {
         "latency_samples": _samples(records),
         "latency_gates": _gates(records),
@@ -56,6 +57,19 @@ def load(run: Path) -> dict[str, pd.DataFrame]:
         "latency_processes": _processes(records),
         "launch_search": _search(searches),
     }
+
+
+def _refuse_unlike(run: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    nodes: dict[tuple[tuple[str, str], ...], set[str]] = {}
+    for node in [record["node"] for record in records if "node" in record]:
+        machine = tuple(sorted((key, value) for key, value in node.items() if key != "name"))
+        nodes.setdefault(machine, set()).add(node["name"])
+    if len(nodes) > 1:
+        described = [
+            f"{', '.join(sorted(names))} ({', '.join(f'{key} {value}' for key, value in machine)})"
+            for machine, names in nodes.items()
+        ]
+        raise ValueError(f"{run}: nodes that differ are not pooled into one run: {'; '.join(sorted(described))}")
 
 
 def _unit(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,8 +115,14 @@ def _workloads(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def _processes(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     columns = ["stage", "process", "device", "sync_method", "resolution_us", "copy_gb_per_s", "seconds"]
-    frame = pd.DataFrame([{name: record[name] for name in columns} for record in records])
-    grouped = frame.groupby(columns[:5], as_index=False).agg(
+    frame = pd.DataFrame(
+        [
+            {name: record[name] for name in columns} | {"node": record.get("node", {}).get("name", _NOT_SEEN)}
+            for record in records
+        ]
+    )
+    keys = ["stage", "process", "node", "device", "sync_method", "resolution_us"]
+    grouped = frame.groupby(keys, as_index=False).agg(
         copy_gb_per_s=("copy_gb_per_s", "median"), units=("seconds", "size"), seconds=("seconds", "sum")
     )
     return grouped.assign(status="passed", reason="")

@@ -16,6 +16,13 @@ def record(
         list[str] | None,
         typer.Option(help="Only these: a stage, or a pattern of stage/workload/code_path; repeatable."),
     ] = None,
+    process: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Only this fresh process, once the launches are chosen; repeatable."),
+    ] = None,
+    search_only: Annotated[
+        bool, typer.Option("--search-only", help="Choose and compile the launches, measure no cell.")
+    ] = False,
     budget_s: Annotated[
         float | None, typer.Option(min=1.0, help="Stop between two cells after so many seconds.")
     ] = None,
@@ -39,12 +46,25 @@ def record(
             raise ValueError("--assemble: needs the unfinished run, --resume RUN_DIR")
         typer.echo(f"stored {recording.assemble(resume, incomplete=incomplete).folder}")
         return
-    folder, still_open = recording.record(profile, folder=resume, cells=cells or [], budget_s=budget_s, commit=commit)
+    if process and search_only:
+        raise ValueError("--search-only: chooses the launches of all processes; not together with --process")
+    folder, still_open = recording.record(
+        profile,
+        folder=resume,
+        cells=cells or [],
+        processes=process or [],
+        search_only=search_only,
+        budget_s=budget_s,
+        commit=commit,
+    )
+    if search_only:
+        typer.echo(f"the launches are chosen in {folder}; measure with --resume {folder}")
+        return
     if still_open:
         typer.echo(f"{still_open} cells are still open; go on with --resume {folder}")
         return
     again = f"qsa record --profile {profile} --resume {folder} --assemble"
-    if cells:
+    if cells or process:
         typer.echo(f"the wanted cells are measured in {folder}; the rest with --resume {folder}")
         return
     try:
