@@ -55,8 +55,8 @@ lint: install ## formatting, lint, types and the import contract
 test: lint ## lint, then all tests
 	$(BIN)/pytest -n 2
 
-test-pages: install ## open every page of the built book in Chromium, without a network
-	$(BIN)/pytest -q -rs tests/report/test_browser.py
+test-pages: install ## open every page of the built book in Chromium, without a network; build it again and compare
+	QSA_REBUILD=1 $(BIN)/pytest -q -rs tests/report/test_browser.py tests/report/test_built_book.py
 
 serve: ## show the built book on http://127.0.0.1:8000 (PORT=8000)
 	@test -f _build/html/index.html || { echo "error: no book yet; run 'make report'" >&2; exit 1; }

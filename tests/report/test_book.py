@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
 
 from qsa_kernels.report import book, repository, runs
+from qsa_kernels.report.manifest import StoredFile
 
 
 def text_of(checkout, page: str) -> str:
@@ -22,12 +23,11 @@ def republish(checkout, edit) -> None:
     path = run.folder / "example.ipynb"
     notebook = nbformat.read(path, as_version=4)
     edit(notebook)
+    record = run.manifest.model_copy(update={"parameters": {**run.manifest.parameters, "label": "edited"}})
+    notebook.metadata["qsa"]["record"] = record.digest()
     nbformat.write(notebook, path)
-    manifest = run.folder / "manifest.json"
-    record = json.loads(manifest.read_text())
-    record["notebook"]["sha256"] = repository.sha256(path)
-    record["parameters"]["label"] = "edited"
-    manifest.write_text(json.dumps(record))
+    stored = StoredFile(file=path.name, sha256=repository.sha256(path))
+    record.model_copy(update={"notebook": stored}).write(run.folder / "manifest.json")
     runs.publish(runs.Run(run.folder))
 
 
@@ -84,6 +84,43 @@ def test_changed_results_are_refused(copied):
     path.write_text(path.read_text().replace("49.25", "50.25"))
     with pytest.raises(book.BookError, match=r"example_cells\.csv does not match the hash"):
         book.check_pages()
+
+
+def test_a_tampered_manifest_is_refused(copied):
+    path = runs.published("example").folder / "manifest.json"
+    path.write_text(path.read_text().replace('"executed_on": "interpreter"', '"executed_on": "cuda"'))
+    with pytest.raises(book.BookError, match=r"example\.ipynb: manifest\.json of run .* has changed"):
+        book.build()
+    assert not (copied.root / "_build/html").exists()
+
+
+def test_a_damaged_recorded_run_is_refused_whoever_draws_it(copied):
+    folder = copied.root / "data/runs/h200-1"
+    shutil.copytree(runs.published("example").folder, folder)
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace(runs.published("example").manifest.run_id, "h200-1"))
+    book.check_pages()
+    (folder / "tables/example_cells.csv").write_text("label\n")
+    with pytest.raises(book.BookError, match=r"run h200-1: tables/example_cells\.csv does not match the hash"):
+        book.build()
+
+
+def test_two_builds_give_the_same_bytes_wherever_they_run(copied, tmp_path, monkeypatch):
+    other = shutil.copytree(copied.root, tmp_path / "elsewhere/deeper/copy")
+    first = book.build().parent
+    monkeypatch.setenv("QSA_ROOT", str(other))
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert book.differences(first, book.build().parent) == []
+    (first / "_static/mathjax/tex-chtml.js").unlink()
+    (first / "book/index.html").write_text("another page")
+    assert book.differences(first, other / "_build/html") == ["_static/mathjax/tex-chtml.js", "book/index.html"]
+
+
+def test_the_table_library_is_a_file_of_the_book(copied):
+    script = book.build().parent / "_static" / book.TABLE_LIBRARY
+    assert script.read_text().startswith("window.qsaTableLibrary = import(URL.createObjectURL(new Blob([")
+    assert "datatables.net/license" in script.read_text()
 
 
 def test_a_failed_cell_is_refused(copied):

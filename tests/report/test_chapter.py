@@ -118,10 +118,10 @@ def test_a_cell_that_ends_with_a_table_shows_it_once(page, shown):
 
 
 def test_a_long_table_is_cut_on_the_page_alone(page, shown):
-    long = pd.concat([FRAME] * 150, ignore_index=True)
+    long = pd.concat([FRAME] * 600, ignore_index=True)
     page.table(long, "example_cells", caption="Long.")
-    assert "The first 200 of 300 rows." in shown[-1]
-    assert len((page.folder / "tables/example_cells.csv").read_text().splitlines()) == 301
+    assert "The first 1000 of 1200 rows." in shown[-1]
+    assert len((page.folder / "tables/example_cells.csv").read_text().splitlines()) == 1201
 
 
 def test_a_table_that_breaks_its_schema_is_not_shown(page, shown):

@@ -216,6 +216,13 @@ def test_a_tampered_manifest_is_refused(stored, edit, words):
         runs.Run.load("h200-1")
 
 
+def test_a_manifest_that_was_changed_after_its_page_is_refused(copied):
+    path = runs.published("example").folder / "manifest.json"
+    path.write_text(path.read_text().replace('"rows": 7', '"rows": 8'))
+    with pytest.raises(ValueError, match=r"manifest\.json of run example-cpu-\S+ has changed since the page was made"):
+        runs.published("example")
+
+
 def test_a_page_that_its_run_did_not_make_is_refused(copied):
     page = copied.root / "book/results/example.ipynb"
     page.write_text(page.read_text().replace("49.25", "49.52"))

@@ -26,7 +26,7 @@ def write(html: Path, target: Path) -> Path:
     """
     if not (html / "index.html").is_file():
         raise FileNotFoundError(f"no index.html in {html}: run 'make report' first")
-    # Sphinx keeps its own state here, with dates and paths of this machine.
+    # Sphinx's note to itself, of no use to a reader
     files = sorted(path for path in html.rglob("*") if path.is_file() and path.name != ".buildinfo")
     names = {path.relative_to(html).as_posix(): path for path in files}
     sums = "".join(f"{repository.sha256(path)}  {name}\n" for name, path in names.items())

@@ -22,6 +22,10 @@ from bs4 import BeautifulSoup
 from qsa_kernels.report import repository, runs
 
 RESULTS = "book/results"
+TABLE_LIBRARY = "itables.js"
+# Files that may differ between two builds from the same runs, each with the reason. There are none: the place, the time
+# zone and the order of hashing leave no trace.
+VARYING: dict[str, str] = {}
 # the package has no __main__, and the script beside this Python may be missing or another one
 _JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
 _STRICT = ("-W", "-n", "--keep-going", "-q")
@@ -87,10 +91,11 @@ def check_pages() -> dict[str, runs.Run]:
 
     Raises:
         BookError: lists every page that is missing, made by no stored run, made from other sources than the present
-            ones, holds a failed cell, or has a figure without caption, name or alt text.
+            ones, holds a failed cell, or has a figure without caption, name or alt text, and every recorded run whose
+            files are not those of its manifest.
     """
     root = repository.root()
-    problems: list[str] = []
+    problems = list(_damaged_records())
     found: dict[str, runs.Run] = {}
     for page in pages():
         if not page.startswith(f"{RESULTS}/"):
@@ -113,6 +118,14 @@ def check_pages() -> dict[str, runs.Run]:
     return found
 
 
+def _damaged_records() -> Iterator[str]:
+    for path in sorted(runs.recorded_folder().glob("*/manifest.json")):
+        try:
+            runs.Run(path.parent)
+        except (OSError, ValueError) as error:
+            yield str(error)
+
+
 def _cell_problems(path: Path) -> Iterator[str]:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     for number, cell in enumerate(cells, start=1):
@@ -130,8 +143,11 @@ def _cell_problems(path: Path) -> Iterator[str]:
                 yield f"cell {number} shows a figure whose metadata lack {', '.join(missing)}"
 
 
-def build() -> Path:
+def build(published: Path | None = None) -> Path:
     """Build the book and return its index.html; the published book is replaced only by a complete one.
+
+    Args:
+        published: where it goes; default: _build/html of the checkout.
 
     Raises:
         BookError: the wrong Jupyter Book, a page that must not be published, a warning of the build (a missing glue
@@ -140,10 +156,10 @@ def build() -> Path:
     check_version()
     sources = check_pages()
     root = repository.root()
-    target = root / "_build"
-    target.mkdir(exist_ok=True)
+    published = published or root / "_build/html"
+    published.parent.mkdir(exist_ok=True)
     begin = time.time()
-    with tempfile.TemporaryDirectory(dir=target, prefix=".book-") as folder:
+    with tempfile.TemporaryDirectory(dir=published.parent, prefix=".book-") as folder:
         answer = subprocess.run(
             [sys.executable, "-c", _JUPYTER_BOOK, "build", str(root), "--path-output", folder, *_STRICT],
             cwd=root,
@@ -157,11 +173,13 @@ def build() -> Path:
             raise BookError(f"the build failed:\n{_complaints(answer.stdout + answer.stderr)}")
         for name, run in sources.items():
             _copy_tables(run, html / RESULTS / name)
+        _copy_data(html)
         _drop_live_code(html)
+        _add_table_library(html)
         check_html(html, sources, begin)
         _write_entry(html)
-        _swap(html, target / "html")
-    return target / "html/index.html"
+        _swap(html, published)
+    return published / "index.html"
 
 
 def _complaints(log: str) -> str:
@@ -176,11 +194,34 @@ def _copy_tables(run: runs.Run, folder: Path) -> None:
     shutil.copyfile(run.folder / "manifest.json", folder / "manifest.json")
 
 
+def _copy_data(html: Path) -> None:
+    """Public figures and recorded runs, under the paths that they have in the repository."""
+    from qsa_kernels.report import catalogue  # pandas takes seconds to import
+
+    for path in catalogue.downloads():
+        copy = html / path.relative_to(repository.root())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
 def _drop_live_code(html: Path) -> None:
     """Take out Thebe, which the theme always adds, twice over, and which could only start at another host."""
     for page in html.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         page.write_text(_LIVE_CODE.sub("", text), encoding="utf-8")
+
+
+def _add_table_library(html: Path) -> None:
+    """Put the DataTables of itables where `qsa-tables.js` looks for it, once for all pages.
+
+    A browser imports no module from a file, but it imports one from a text in a plain script.
+    """
+    import itables.options
+
+    source = Path(itables.options.dt_bundle).read_text(encoding="utf-8")
+    blob = f'new Blob([{json.dumps(source)}], {{ type: "text/javascript" }})'
+    script = html / "_static" / TABLE_LIBRARY
+    script.write_text(f"window.qsaTableLibrary = import(URL.createObjectURL({blob}));\n", encoding="utf-8")
 
 
 def _write_entry(html: Path) -> None:
@@ -223,6 +264,22 @@ def check_html(html: Path, sources: dict[str, runs.Run], begin: float) -> None:
     problems += [f"{page.relative_to(html)} loads {address}" for page, address in external_loads(html)]
     if problems:
         raise BookError("; ".join(problems))
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Files that two built books do not have in common byte for byte, apart from `VARYING`.
+
+    Args:
+        first: folder of built pages.
+        second: another one.
+    """
+    folders = (first, second)
+    names = {path.relative_to(folder).as_posix() for folder in folders for path in folder.rglob("*") if path.is_file()}
+    return [name for name in sorted(names - set(VARYING)) if _bytes(first / name) != _bytes(second / name)]
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def external_loads(html: Path) -> list[tuple[Path, str]]:

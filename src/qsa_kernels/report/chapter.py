@@ -21,7 +21,6 @@ import html
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import types
@@ -34,13 +33,12 @@ import pandas as pd
 from IPython.display import HTML, display
 from matplotlib.figure import Figure
 
-from qsa_kernels.report import device, repository, tables
+from qsa_kernels.report import device, html_table, repository, tables
 from qsa_kernels.report.context import RUN_VARIABLE, RunContext
 from qsa_kernels.report.figures import style
 from qsa_kernels.report.parameters import PARAMETERS, ChapterParameters, validated
 from qsa_kernels.report.runs import Run, now
 
-SHOWN_ROWS = 200
 _IPYTHON_NAMES = {"In", "Out"}
 
 
@@ -73,50 +71,6 @@ def check_parameters(name: str, values: Mapping[str, Any]) -> ChapterParameters:
     if name not in PARAMETERS:
         raise ValueError(f"no chapter {name!r}; known: {', '.join(sorted(PARAMETERS))}")
     return validated(PARAMETERS[name], values, f"chapter {name!r}")
-
-
-def _table_html(frame: pd.DataFrame, caption: str, address: str, anchor: str) -> str:
-    """A static table, cut where long, without `status` and `reason` where they say nothing; the CSV has all."""
-    silent = [
-        column
-        for column, word in (("status", "passed"), ("reason", ""))
-        if column in frame and (frame[column] == word).all()
-    ]
-    shown = frame.drop(columns=silent).head(SHOWN_ROWS)
-    if "status" in shown:
-        shown = shown.assign(status=shown["status"].str.replace("_", " "))
-    numbers = [pd.api.types.is_numeric_dtype(shown[column]) for column in shown.columns]
-    classes = [" class='qsa-number'" if number else "" for number in numbers]
-    head = "".join(
-        f"<th scope='col'{kind}>{html.escape(str(column).replace('_', ' '))}</th>"
-        for column, kind in zip(shown.columns, classes, strict=True)
-    )
-    rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{_cell(value)}</td>" for value, kind in zip(row, classes, strict=True)) + "</tr>"
-        for row in shown.itertuples(index=False)
-    )
-    extent = f" The first {SHOWN_ROWS} of {len(frame)} rows." if len(frame) > SHOWN_ROWS else ""
-    return (
-        f"<figure class='qsa-table' id='{html.escape(anchor)}'><figcaption>{html.escape(caption + extent)} "
-        f"<a href='{html.escape(address)}' download>CSV</a></figcaption>"
-        f"<div class='qsa-scroll' tabindex='0' role='region' aria-label='{html.escape(caption)}'>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></figure>"
-    )
-
-
-def _citation(address: str) -> str:
-    """A short name for an address: repository#number or repository:file@commit on GitHub, else without the scheme."""
-    name = re.sub(r"^https://(github\.com/)?", "", address)
-    name = re.sub(r"^([^/]+/[^/]+)/(?:pull|issues)/(\d+)$", r"\1#\2", name)
-    return re.sub(r"^([^/]+/[^/]+)/blob/(\w{1,10})\w*/(?:.*/)?([^/]+)$", r"\1:\3@\2", name)
-
-
-def _cell(value: object) -> str:
-    """A table cell as HTML; web addresses become links."""
-    text = html.escape(tables.text_of(value))
-    if not text.startswith("https://"):
-        return text
-    return ", ".join(f"<a href='{address}'>{_citation(address)}</a>" for address in text.split(", "))
 
 
 class Shown(pd.DataFrame):
@@ -202,7 +156,7 @@ class Page:
         path = tables.write(frame, name, self.folder / "tables")
         self._tables[name] = path.name
         self._save(complete=False)
-        display(HTML(_table_html(frame, caption, f"{self.name}/{path.name}", f"table-{name}")))
+        display(HTML(html_table.figure(frame, caption, f"{self.name}/{path.name}", f"table-{name}")))
         return Shown(frame)
 
     def figure(self, figure: Figure, name: str, alt: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,6 +78,11 @@ class Manifest(BaseModel):
     glue: dict[str, int | float | str]
     tables: dict[str, StoredFile]
     notebook: StoredFile | None
+
+    def digest(self) -> str:
+        """Hash of everything but the notebook, which names this digest itself."""
+        text = json.dumps(self.model_dump(mode="json", exclude={"notebook"}), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, path: Path) -> None:
         """Write as strict JSON: no NaN, sorted keys."""

@@ -229,10 +229,12 @@ def run_of_page(page: Path) -> Run:
     """The run that an executed page was made by.
 
     Raises:
-        ValueError: the page names no run, or is not the notebook which that run stored.
+        ValueError: the page names no run, is not the notebook which that run stored, or was made with another manifest
+            than the one beside it.
     """
     content = json.loads(page.read_text(encoding="utf-8"))
-    run_id = content.get("metadata", {}).get("qsa", {}).get("run_id")
+    named = content.get("metadata", {}).get("qsa", {})
+    run_id = named.get("run_id")
     if not run_id:
         raise ValueError(f"{_relative(page)}: names no run; make it with 'qsa run'")
     run = Run.load(run_id)
@@ -247,6 +249,8 @@ def staged(folder: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `folder` is there already.
+    if named.get("record") != run.manifest.digest():
+        raise ValueError(f"{_relative(page)}: manifest.json of run {run_id} has changed since the page was made")
     """
     if folder.exists():
         raise FileExistsError(f"{folder} is there already")
@@ -501,9 +505,7 @@ def _finish(job: Job, context: RunContext, partial: Path, output: Path, wall_tim
             cell.metadata["tags"] = [*tags, "hide-input"]
     notebook.cells = [part for cell in notebook.cells for part in _figure_apart(cell)]
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook.metadata["qsa"] = {"run_id": context.run_id, "job": job.digest}
-    nbformat.write(notebook, output)
-    manifest.make(
+    made = manifest.make(
         run_id=context.run_id,
         chapter=job.name,
         profile=job.profile,
@@ -524,8 +526,12 @@ def _finish(job: Job, context: RunContext, partial: Path, output: Path, wall_tim
             name: StoredFile(file=f"tables/{file}", sha256=repository.sha256(partial / "tables" / file))
             for name, file in record["tables"].items()
         },
-        notebook=StoredFile(file=output.name, sha256=repository.sha256(output)),
-    ).write(partial / "manifest.json")
+        notebook=None,
+    )
+    notebook.metadata["qsa"] = {"run_id": context.run_id, "job": job.digest, "record": made.digest()}
+    nbformat.write(notebook, output)
+    stored = StoredFile(file=output.name, sha256=repository.sha256(output))
+    made.model_copy(update={"notebook": stored}).write(partial / "manifest.json")
     record_path.unlink()
 
 
