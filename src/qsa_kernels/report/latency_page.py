@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from qsa_kernels.arms import ARMS
 from qsa_kernels.measure import codegen
 from qsa_kernels.measure.codegen import KernelRequest
 from qsa_kernels.measure.latency import results
@@ -23,6 +24,9 @@ LONG_CONTEXT = "32k"
 V100 = "V100-SXM2"
 # Published time of a kernel -> the launch that measures the same launch here.
 V100_POINTS = {"v100-64x2": "tile-64x2x1", "v100-16x4": "tile-16x4x1"}
+
+_LAUNCH = ("block_n", "num_splits", "num_warps", "num_stages")
+_CHOICE_NUMBERS = ("ratio", "ratio_low", "ratio_high", "e4m3_time_us", "fp16_time_us", *_LAUNCH)
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,45 @@ def best_sentence(measured: Measured) -> str:
     if not best or any(pd.isna(best)):
         return "not measured"
     return f"{float(np.exp(np.mean(np.log(best)))):.2f} of the time of FP16"
+
+
+def choices(measured: Measured) -> pd.DataFrame:
+    """The fastest arm of each cache type for every cold workload of the core stage, each arm at its own best launch.
+
+    The ratio is that of the E4M3 arm to FP16 through the dot, with its interval and verdict. Arms whose ratio is not
+    measurable do not compete; a workload where no E4M3 arm is left stays in the table, with the reason.
+    """
+    cells = measured.cells(stage="core", cache_state="cold", launch=BEST_LAUNCH, status="passed")
+    cells = cells[cells["arm"].isin(ARMS)] if len(cells) else cells
+    rows = []
+    for (code_path, workload), group in cells.groupby(["code_path", "workload"], sort=False):
+        usable = group[group["verdict"] != "not measurable"].sort_values("time_us")
+        is_e4m3 = usable["arm"].map(lambda arm: ARMS[arm].is_quantised)
+        row = {"code_path": code_path, "workload": workload, **dict.fromkeys(_CHOICE_NUMBERS, np.nan)}
+        row |= dict.fromkeys(("e4m3_arm", "verdict", "fp16_arm"), "none")
+        if len(others := usable[~is_e4m3.astype(bool)]):
+            row |= {"fp16_arm": others["arm"].iloc[0], "fp16_time_us": others["time_us"].iloc[0]}
+        if len(found := usable[is_e4m3.astype(bool)]):
+            best = found.iloc[0]
+            row |= {"e4m3_arm": best["arm"], "e4m3_time_us": best["time_us"], "verdict": best["verdict"]}
+            row |= {name: best[name] for name in ("ratio", "ratio_low", "ratio_high", *_LAUNCH)}
+            row |= {"status": "passed", "reason": ""}
+        else:
+            said = ", ".join(sorted({str(reason) for reason in group["verdict_reason"] if reason}))
+            row |= {"status": "not_measured", "reason": f"no E4M3 arm is measurable: {said or 'no times'}"}
+        rows.append(row)
+    names = ["code_path", "workload", "e4m3_arm", "verdict", "fp16_arm", *_CHOICE_NUMBERS, "status", "reason"]
+    frame = pd.DataFrame(rows, columns=names).astype(dict.fromkeys(_CHOICE_NUMBERS, float))
+    return frame.sort_values("code_path", kind="stable", ignore_index=True)
+
+
+def choice_sentence(measured: Measured, code_path: str) -> str:
+    """Which E4M3 arms are the fastest, and in how many of the workloads that could be judged."""
+    found = choices(measured).query("code_path == @code_path and status == 'passed'")
+    if found.empty:
+        return "not measured"
+    counts = found["e4m3_arm"].value_counts()
+    return " and ".join(f"{arm} in {counts[arm]} of {len(found)} workloads" for arm in counts.index)
 
 
 def answer_cells(measured: Measured, workload: str) -> pd.DataFrame:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -57,3 +59,9 @@ def checksums(chapters: Iterable[str]) -> pd.DataFrame:
             continue
         rows += [(chapter, name, stored.sha256, "passed", "") for name, stored in sorted(record.tables.items())]
     return pd.DataFrame(rows, columns=["chapter", "table", "sha256", "status", "reason"]).astype(str)
+
+
+def installed_gb() -> float:
+    """Size of the Python environment that runs this, in 10^9 bytes, rounded to tenths."""
+    sizes = (path.lstat().st_size for path in Path(sys.prefix).rglob("*") if path.is_file() and not path.is_symlink())
+    return round(sum(sizes) / 1e9, 1)

@@ -15,7 +15,10 @@ from pathlib import Path
 from qsa_kernels.report import book, profiles, repository, runs
 
 # What the book is made of besides the results pages.
-_BOOK_SOURCES = ("_config.yml", "_toc.yml", "book/**/*.md", "book/references.bib", "book/_static/**/*")
+_BOOK_SOURCES = (
+    *("_config.yml", "_toc.yml", "book/**/*.md", "book/references.bib", "book/_static/**/*"),
+    *("CHANGELOG.md", "CITATION.cff", "data/**/*.csv", "data/runs/*/manifest.json"),
+)
 
 
 class WorkflowError(RuntimeError):
