@@ -80,6 +80,8 @@ LOOK = """() => {
     mathjax: [...document.scripts].map(each => each.src).filter(each => /mathjax/i.test(each)),
   };
 }"""
+TABLES_READY = """() => document.documentElement.dataset.qsaTables === 'ready'
+  || !document.querySelector('table.qsa-sortable')"""
 # Rows of a table are alike; axe takes a minute for hundreds of them.
 FEW_ROWS = "document.querySelectorAll('tbody').forEach(body => [...body.rows].slice(6).forEach(row => row.remove()))"
 SIDEWAYS = """() => ['html', 'body', '.bd-container', '.bd-main', '.bd-content', '.bd-article-container', '.bd-article']
@@ -138,6 +140,7 @@ def listen(page: Page, visit: Visit) -> None:
 def settle(page: Page) -> None:
     page.wait_for_load_state("load")
     page.evaluate("async () => { if (window.MathJax?.startup?.promise) await MathJax.startup.promise; }")
+    page.wait_for_function(TABLES_READY, timeout=60_000)
 
 
 def barriers(page: Page, **options: object) -> list[str]:
@@ -268,6 +271,66 @@ def test_axe_finds_no_lack_of_contrast_in_the_dark(visit, page):
 
 def test_the_method_page_has_formulas(visit):
     assert visit("book/method.html").light["formulas"] > 3
+
+
+def column(page: Page, table: str, heading: str) -> list[str]:
+    """Cells under a heading, of the rows that are shown."""
+    return page.evaluate(
+        """([table, heading]) => {
+          const place = [...document.querySelectorAll(`${table} thead th`)].findIndex(
+            each => each.innerText.trim().startsWith(heading));
+          return [...document.querySelectorAll(`${table} tbody tr`)].map(row => row.cells[place].innerText);
+        }""",
+        [table, heading],
+    )
+
+
+def test_a_click_on_a_heading_sorts_a_long_table(context):
+    page = context.new_page()
+    page.goto((BOOK / "book/data.html").as_uri())
+    settle(page)
+    table = "#stored-published"
+    before = column(page, table, "bytes")
+    heading = page.locator(f"{table} thead th", has_text="bytes")
+    heading.click()
+    ascending = [int(text) for text in column(page, table, "bytes")]
+    assert ascending == sorted(map(int, before))
+    assert heading.get_attribute("aria-sort") == "ascending"
+    heading.get_by_role("button").press("Enter")
+    assert [int(text) for text in column(page, table, "bytes")] == ascending[::-1]
+    page.locator(f"{table} thead th", has_text="download").click()
+    names = column(page, table, "download")
+    assert names == sorted(names, key=str.casefold)
+    page.close()
+
+
+def test_words_filter_a_long_table_and_the_rest_comes_back(context):
+    page = context.new_page()
+    page.goto((BOOK / "book/data.html").as_uri())
+    settle(page)
+    table = "#stored-recorded"
+    every = column(page, table, "download")
+    page.get_by_label("Filter rows").first.wait_for()
+    field = page.locator(f"{table} input[type=search]")
+    field.fill("manifest")
+    assert set(column(page, table, "download")) == {"manifest.json"}
+    shown = f"{every.count('manifest.json')} rows of {len(every)}"
+    assert shown in page.locator(f"{table} .dt-info").inner_text()
+    field.fill("")
+    assert column(page, table, "download") == every
+    page.close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_read_without_a_script(browser, page):
+    context = browser.new_context(viewport=PHONE, java_script_enabled=False)
+    opened = context.new_page()
+    opened.goto((BOOK / page).as_uri())
+    for table in opened.locator("figure.qsa-table").all():
+        assert table.locator("thead th").first.is_visible()
+        assert all(cell.is_visible() for cell in table.locator("tbody tr:last-child td").all())
+        assert str(table.get_attribute("id")).startswith("stored-") or table.locator("figcaption a[download]").count()
+    context.close()
 
 
 def test_the_root_leads_to_the_first_page(context):
