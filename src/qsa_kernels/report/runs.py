@@ -240,6 +240,8 @@ def run_of_page(page: Path) -> Run:
     run = Run.load(run_id)
     if run.manifest.notebook is None or repository.sha256(page) != run.manifest.notebook.sha256:
         raise ValueError(f"{_relative(page)}: is not the notebook that run {run_id} stored")
+    if named.get("record") != run.manifest.digest():
+        raise ValueError(f"{_relative(page)}: manifest.json of run {run_id} has changed since the page was made")
     return run
 
 
@@ -249,8 +251,6 @@ def staged(folder: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `folder` is there already.
-    if named.get("record") != run.manifest.digest():
-        raise ValueError(f"{_relative(page)}: manifest.json of run {run_id} has changed since the page was made")
     """
     if folder.exists():
         raise FileExistsError(f"{folder} is there already")
