@@ -42,6 +42,9 @@ def test_numbers_of_a_run_reach_other_pages_and_follow_it(copied):
     assert "thebe" not in (index.parent / "book/index.html").read_text().lower()
     assert 'src="../_static/mathjax/' in (index.parent / "book/index.html").read_text()
     assert (index.parent / "_static/mathjax/tex-chtml.js").is_file()
+    library = (index.parent / "_static" / book.TABLE_LIBRARY).read_text()
+    assert library.startswith("window.qsaTableLibrary = import(URL.createObjectURL(new Blob([")
+    assert "datatables.net/license" in library
 
     def change(notebook):
         text = nbformat.writes(notebook).replace("49.25", "36.25")
@@ -115,12 +118,6 @@ def test_two_builds_give_the_same_bytes_wherever_they_run(copied, tmp_path, monk
     (first / "_static/mathjax/tex-chtml.js").unlink()
     (first / "book/index.html").write_text("another page")
     assert book.differences(first, other / "_build/html") == ["_static/mathjax/tex-chtml.js", "book/index.html"]
-
-
-def test_the_table_library_is_a_file_of_the_book(copied):
-    script = book.build().parent / "_static" / book.TABLE_LIBRARY
-    assert script.read_text().startswith("window.qsaTableLibrary = import(URL.createObjectURL(new Blob([")
-    assert "datatables.net/license" in script.read_text()
 
 
 def test_a_failed_cell_is_refused(copied):
