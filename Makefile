@@ -16,10 +16,10 @@ export OMP_NUM_THREADS ?= 1
 export UV_HTTP_TIMEOUT ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help install report test test-pages lint serve archive clean
+.PHONY: help install install-slurm report test test-pages test-cluster lint serve archive clean
 
 help: ## say what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 # The last line alone makes the installation count as done, so that a killed one starts again.
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -43,6 +43,10 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 
 install: $(VENV)/.installed ## make the virtual environment from requirements.lock
 
+install-slurm: install ## what sends the jobs to a Slurm cluster
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint requirements.lock --no-build-isolation \
+		--editable '.[slurm]'
+
 report: install ## run what has changed and build the book (PROFILE=cpu)
 	@$(BIN)/qsa report --profile $(PROFILE)
 
@@ -57,6 +61,9 @@ test: lint ## lint, then all tests
 
 test-pages: install ## open every page of the built book in Chromium, without a network; build it again and compare
 	QSA_REBUILD=1 $(BIN)/pytest -q -rs tests/report/test_browser.py tests/report/test_built_book.py
+
+test-cluster: install-slurm ## through sbatch of a Slurm that it starts on this machine
+	tests/cluster/run
 
 serve: ## show the built book on http://127.0.0.1:8000 (PORT=8000)
 	@test -f _build/html/index.html || { echo "error: no book yet; run 'make report'" >&2; exit 1; }

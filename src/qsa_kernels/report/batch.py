@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from qsa_kernels.report import repository, runs, workflow, yamlfile
+from qsa_kernels.report import cluster, repository, runs, workflow, yamlfile
 from qsa_kernels.report.parameters import explain
 
 
@@ -63,12 +63,13 @@ def load(path: Path) -> Sweep:
     return sweep
 
 
-def run(path: Path, cores: int) -> Path:
+def run(path: Path, cores: int | None = None, workflow_profile: str = cluster.LOCAL) -> Path:
     """Run every set of a sweep that is not done yet; returns the index page.
 
     Args:
         path: the sweep's YAML file; its name names the folder runs/batches/NAME.
-        cores: how many runs at once.
+        cores: how many runs at once, see `workflow.snakemake`.
+        workflow_profile: where they run, see `cluster.place`.
 
     Raises:
         ValueError: anything in the sweep, profile or template that cannot be; nothing has run then.
@@ -76,7 +77,8 @@ def run(path: Path, cores: int) -> Path:
     """
     sweep = load(path)
     values = sweep.expand()
-    jobs = [runs.plan(sweep.notebook, sweep.profile, values=chosen) for chosen in values]
+    where = cluster.place(workflow_profile)
+    jobs = [runs.plan(sweep.notebook, sweep.profile, values=chosen, elsewhere=where.is_elsewhere) for chosen in values]
     folder = runs.runs_folder() / "batches" / path.stem
     pages = folder / "pages"
     pages.mkdir(parents=True, exist_ok=True)
@@ -85,7 +87,8 @@ def run(path: Path, cores: int) -> Path:
         workflow.prepare(jobs, folder / "jobs", pages, names)
         failure: workflow.WorkflowError | None = None
         try:
-            workflow.snakemake(_relative(folder / "jobs"), _relative(pages), lock=lock, with_book=False, cores=cores)
+            config = {"jobs": _relative(folder / "jobs"), "pages": _relative(pages)}
+            workflow.snakemake(config, lock=lock, where=where, cores=cores)
         except workflow.WorkflowError as error:
             failure = error
         made = {

@@ -24,14 +24,24 @@ def cuda_device_count() -> int:
     return number.value
 
 
-def resolve(device: str) -> str:
+def resolve(device: str, *, elsewhere: bool = False) -> str:
     """Turn "auto" into "cuda" or "interpreter".
 
+    Args:
+        device: "auto", "interpreter" or "cuda".
+        elsewhere: another machine uses it, about whose device this one knows nothing.
+
     Raises:
-        ValueError: an unknown word, or "cuda" on a machine without a CUDA device.
+        ValueError: an unknown word, "cuda" on a machine without a CUDA device, or "auto" for another machine.
     """
     if device not in ("auto", "interpreter", "cuda"):
         raise ValueError(f"device: expected auto, interpreter or cuda; got {device!r}")
+    if elsewhere:
+        if device == "auto":
+            raise ValueError(
+                "device: for jobs on other machines the profile names interpreter or cuda; got auto"
+            )
+        return device
     if device == "cuda" and cuda_device_count() == 0:
         raise ValueError("device: cuda was asked for, but the driver shows no CUDA device; use interpreter or auto")
     if device == "auto":

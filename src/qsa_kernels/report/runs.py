@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -121,7 +122,14 @@ def template_path(notebook: str) -> Path:
     return Path(notebook) if notebook.endswith(".ipynb") else repository.root() / "notebooks" / f"{notebook}.ipynb"
 
 
-def plan(notebook: str, profile: str, assignments: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Job:
+def plan(
+    notebook: str,
+    profile: str,
+    assignments: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    *,
+    elsewhere: bool = False,
+) -> Job:
     """The job that runs a notebook under a profile; nothing has run when this raises.
 
     Args:
@@ -129,6 +137,7 @@ def plan(notebook: str, profile: str, assignments: Sequence[str] = (), values: M
         profile: name or path of the profile.
         assignments: `key=value` texts that override the profile.
         values: parameters that override the profile.
+        elsewhere: the job runs on another machine, so that this one needs no GPU.
 
     Raises:
         FileNotFoundError: no such notebook, profile or recorded run.
@@ -145,7 +154,7 @@ def plan(notebook: str, profile: str, assignments: Sequence[str] = (), values: M
         name=template.name,
         notebook=_relative(template.path),
         profile=profiles.path_of(profile).stem,
-        device=device.resolve(chosen.device),
+        device=device.resolve(chosen.device, elsewhere=elsewhere),
         timeout_s=chapter.timeout_s or chosen.timeout_s,
         parameters=parameters,
         after=_waits_for(template.name, chapter.after, chosen),
@@ -256,7 +265,7 @@ def staged(folder: Path) -> Iterator[Path]:
         raise FileExistsError(f"{folder} is there already")
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
-    partial = folder.parent / f".partial-{os.getpid()}-{secrets.token_hex(4)}"
+    partial = folder.parent / f".partial-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
     partial.mkdir()
     try:
         yield partial
@@ -266,10 +275,11 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Delete what processes that were killed have left."""
+    """Delete what processes of this machine that were killed have left; others may share the folder."""
+    own = f".partial-{platform.node()}-"
     for partial in parent.glob(".partial-*"):
-        found = re.match(r"\.partial-(\d+)-", partial.name)
-        if found and not Path(f"/proc/{found[1]}").exists():
+        found = re.match(r"(\d+)-", partial.name.removeprefix(own))
+        if found and partial.name.startswith(own) and not Path(f"/proc/{found[1]}").exists():
             shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qsa_kernels.report import book, profiles, repository, runs
+from qsa_kernels.report import book, cluster, profiles, recording, repository, runs
 
 # What the book is made of besides the results pages.
 _BOOK_SOURCES = (
@@ -26,29 +26,34 @@ class WorkflowError(RuntimeError):
 
 
 @contextmanager
-def exclusive() -> Iterator[int]:
-    """Hold the checkout for one report or batch; the system lets go of it even when the process is killed.
+def exclusive(folder: Path | None = None) -> Iterator[int]:
+    """Hold a folder for one workflow; the system lets go of it even when the process is killed.
 
     Yields the file descriptor of the lock, for children that have to hold it too.
+
+    Args:
+        folder: default: what reports and batches of this checkout write to.
 
     Raises:
         WorkflowError: another process holds it.
     """
-    folder = repository.root() / "_build"
-    folder.mkdir(exist_ok=True)
+    what = f"another recording in {folder}" if folder else "another report or batch"
+    folder = folder or repository.root() / "_build"
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise WorkflowError("another report or batch is running in this checkout") from None
+            raise WorkflowError(f"{what} is running in this checkout") from None
         yield file.fileno()
 
 
-def plan_report(profile: str) -> list[runs.Job]:
+def plan_report(profile: str, *, elsewhere: bool = False) -> list[runs.Job]:
     """The jobs of all chapters that the table of contents lists.
 
     Args:
         profile: name or path of the profile.
+        elsewhere: they run on other machines than this one.
 
     Raises:
         ValueError: a chapter that the profile does not have, a circle in what chapters wait for, or anything that
@@ -58,7 +63,7 @@ def plan_report(profile: str) -> list[runs.Job]:
     listed = book.chapters()
     if missing := [name for name in listed if name not in chosen.chapters]:
         raise ValueError(f"profile {profile}: no plan for chapter {', '.join(missing)}, which _toc.yml lists")
-    jobs = [runs.plan(name, profile) for name in listed]
+    jobs = [runs.plan(name, profile, elsewhere=elsewhere) for name in listed]
     for job in jobs:
         if unknown := [name for name in job.after if name not in listed]:
             raise ValueError(
@@ -114,27 +119,36 @@ def prepare_book() -> None:
         note.write_text(text, encoding="utf-8")
 
 
-def snakemake(jobs: Path, pages: Path, *, lock: int, with_book: bool, cores: int, profile: str = "local") -> None:
+def snakemake(
+    config: Mapping[str, object],
+    *,
+    lock: int,
+    where: cluster.Place,
+    cores: int | None = None,
+    snakefile: str = "Snakefile",
+) -> None:
     """Run what is not done yet.
 
     Args:
-        jobs: folder of the job files.
-        pages: folder of the pages.
-        lock: descriptor that `exclusive` yielded; the workflow holds the checkout as long as it runs.
-        with_book: build the book from them.
-        cores: how many jobs at once.
-        profile: a folder of workflow/profiles, which says where jobs run.
+        config: what the workflow is told.
+        lock: descriptor that `exclusive` yielded; the workflow holds the folder as long as it runs.
+        where: jobs run there.
+        cores: how many jobs at once; default: one for each processor of this machine, or what the profile of another
+            place says.
+        snakefile: which workflow.
 
     Raises:
         WorkflowError: a job failed; the others were run.
     """
+    if cores is None and not where.is_elsewhere:
+        cores = len(os.sched_getaffinity(0))
+    at_once = {"--jobs" if where.is_elsewhere else "--cores": [cores]} if cores else {}
     # Snakemake is part of the package's environment, the workflow a part of the checkout.
-    workflow = Path(__file__).resolve().parents[3] / "workflow"
-    options: dict[str, list[object]] = {
-        "--snakefile": [workflow / "Snakefile"],
-        "--workflow-profile": [workflow / "profiles" / profile],
-        "--cores": [cores],
-        "--config": [f"jobs={jobs}", f"pages={pages}", *(["book=true"] if with_book else [])],
+    options: dict[str, Sequence[object]] = {
+        "--snakefile": [cluster.workflow_folder() / snakefile],
+        "--workflow-profile": [where.folder],
+        **at_once,
+        "--config": [f"{key}={value}" for key, value in config.items()],
     }
     with subprocess.Popen(
         [sys.executable, "-m", "snakemake", *(str(word) for name in options for word in (name, *options[name]))],
@@ -147,8 +161,12 @@ def snakemake(jobs: Path, pages: Path, *, lock: int, with_book: bool, cores: int
         try:
             status = process.wait()
         except BaseException:
-            # Snakemake alone would wait for its jobs; the group has them too, and they leave nothing behind.
-            os.killpg(process.pid, signal.SIGTERM)
+            if where.is_elsewhere:
+                # Snakemake takes its jobs back from the cluster at this signal alone.
+                process.send_signal(signal.SIGINT)
+            else:
+                # Snakemake alone would wait for its jobs; the group has them too, and they leave nothing behind.
+                os.killpg(process.pid, signal.SIGTERM)
             raise
     if status:
         raise WorkflowError(
@@ -156,17 +174,53 @@ def snakemake(jobs: Path, pages: Path, *, lock: int, with_book: bool, cores: int
         )
 
 
-def report(profile: str, cores: int) -> Path:
+def report(profile: str, cores: int | None = None, workflow_profile: str = cluster.LOCAL) -> Path:
     """Run all chapters of the book under a profile, then build it; returns its index.html.
+
+    Args:
+        profile: name or path of the profile.
+        cores: how many chapters at once, see `snakemake`.
+        workflow_profile: where they run, see `cluster.place`.
 
     Raises:
         ValueError: anything in the profile or the templates that cannot be; nothing has run then.
         WorkflowError: a chapter or the book failed; other chapters were run, and nothing partial was published.
     """
     root = repository.root()
+    where = cluster.place(workflow_profile)
     with exclusive() as lock:
-        jobs = plan_report(profile)
+        jobs = plan_report(profile, elsewhere=where.is_elsewhere)
         prepare(jobs, root / "_build/jobs", root / book.RESULTS)
         prepare_book()
-        snakemake(Path("_build/jobs"), Path(book.RESULTS), lock=lock, with_book=True, cores=cores)
+        config = {"jobs": "_build/jobs", "pages": book.RESULTS, "book": "true"}
+        snakemake(config, lock=lock, where=where, cores=cores)
     return root / "_build/html/index.html"
+
+
+def record(profile: str, workflow_profile: str, folder: Path | None = None) -> runs.Run:
+    """Measure latency on the nodes of a cluster, each fresh process as a job of its own, and store the complete run.
+
+    Args:
+        profile: name or path of a profile with a section `latency`.
+        workflow_profile: where the jobs run, see `cluster.place`.
+        folder: an unfinished run to go on with, which the nodes share; default: a new one.
+
+    Raises:
+        ValueError: a profile that is wrong, or nodes that differ.
+        WorkflowError: a job failed; what is measured stays, and the same call with `folder` goes on.
+    """
+    plan = recording.plan_of(profile)
+    where = cluster.place(workflow_profile)
+    folder = (folder or recording.unfinished_folder(profile)).resolve()
+    config = {
+        "run": folder,
+        "profile": profiles.path_of(profile).resolve(),
+        "processes": len(recording.process_numbers(plan)),
+        "commit": repository.commit(),
+    }
+    with exclusive(folder) as lock:
+        try:
+            snakemake(config, lock=lock, where=where, snakefile="record.smk")
+        except WorkflowError as error:
+            raise WorkflowError(f"{error}; go on with --resume {folder}") from None
+        return recording.assemble(folder)

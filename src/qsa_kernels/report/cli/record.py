@@ -26,6 +26,9 @@ def record(
     budget_s: Annotated[
         float | None, typer.Option(min=1.0, help="Stop between two cells after so many seconds.")
     ] = None,
+    workflow_profile: Annotated[
+        str | None, typer.Option(help="Measure on a cluster: slurm, or the folder of a Snakemake profile.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit of this checkout, where git cannot tell.")] = None,
     assemble: Annotated[
         bool, typer.Option("--assemble", help="Measure nothing: judge the samples of --resume and store the run.")
@@ -34,13 +37,23 @@ def record(
         bool, typer.Option("--incomplete", help="With --assemble: store open cells as not measured.")
     ] = False,
 ) -> None:
-    """Measure latency here, in fresh processes, and store the complete run under data/runs/."""
+    """Measure latency here, in fresh processes, and store the complete run under data/runs/.
+
+    With a workflow profile the processes are jobs on the nodes of a cluster, which share the unfinished run.
+    """
     from qsa_kernels.report import recording
 
     if commit is not None and not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise ValueError(f"--commit: expected 40 hex digits; got {commit!r}")
     if incomplete and not assemble:
         raise ValueError("--incomplete: only together with --assemble")
+    if workflow_profile is not None:
+        if cells or process or search_only or budget_s or commit or assemble:
+            raise ValueError("--workflow-profile: measures everything; together with --profile and --resume alone")
+        from qsa_kernels.report import workflow
+
+        typer.echo(f"stored {workflow.record(profile, workflow_profile, resume).folder}")
+        return
     if assemble:
         if resume is None:
             raise ValueError("--assemble: needs the unfinished run, --resume RUN_DIR")
