@@ -186,6 +186,6 @@ class TestRecord:
     def test_two_recordings_into_one_folder_are_refused(self, tmp_path: Path) -> None:
         with (
             workflow.exclusive(tmp_path),
-            pytest.raises(workflow.WorkflowError, match=f"another recording in {tmp_path}"),
+            pytest.raises(workflow.WorkflowError, match=f"another recording into {tmp_path}"),
         ):
             workflow.record("v100", "local", tmp_path)

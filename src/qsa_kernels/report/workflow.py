@@ -37,14 +37,16 @@ def exclusive(folder: Path | None = None) -> Iterator[int]:
     Raises:
         WorkflowError: another process holds it.
     """
-    what = f"another recording in {folder}" if folder else "another report or batch"
+    busy = f"another recording into {folder} is running"
+    if folder is None:
+        busy = "another report or batch is running in this checkout"
     folder = folder or repository.root() / "_build"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise WorkflowError(f"{what} is running in this checkout") from None
+            raise WorkflowError(busy) from None
         yield file.fileno()
 
 
