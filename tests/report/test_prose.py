@@ -42,7 +42,8 @@ ALLOWED = {
 
 
 def pages() -> list[Path]:
-    return [*sorted((CHECKOUT / "book").glob("*.md")), *sorted((CHECKOUT / "notebooks").glob("*.ipynb"))]
+    written = [*sorted((CHECKOUT / "book").glob("*.md")), CHECKOUT / "CHANGELOG.md"]
+    return [*written, *sorted((CHECKOUT / "notebooks").glob("*.ipynb"))]
 
 
 def prose(path: Path) -> Iterator[tuple[str, str]]:
