@@ -44,8 +44,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 install: $(VENV)/.installed ## make the virtual environment from requirements.lock
 
 install-slurm: install ## what sends the jobs to a Slurm cluster
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint requirements.lock --no-build-isolation \
-		--editable '.[slurm]'
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint requirements.lock -r pyproject.toml --extra slurm
 
 report: install ## run what has changed and build the book (PROFILE=cpu)
 	@$(BIN)/qsa report --profile $(PROFILE)

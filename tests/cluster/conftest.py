@@ -62,7 +62,7 @@ def checkout(tmp_path: Path) -> Path:
 def workflow_profile(tmp_path: Path) -> Path:
     """A copy of the profile for Slurm, as a user makes one, with what a cluster without accounting needs."""
     profile = yaml.safe_load((ROOT / "workflow/profiles/slurm/config.yaml").read_text())
-    profile |= {"slurm-no-account": True, "slurm-status-command": "squeue"}
+    profile["slurm-status-command"] = "squeue"
     profile["slurm-init-seconds-before-status-checks"] = 3
     profile["default-resources"]["mem_mb"] = 4000
     folder = tmp_path / "loopback"
