@@ -18,7 +18,7 @@ from qsa_kernels import e4m3
 from qsa_kernels.arms import ARMS, Arm
 from qsa_kernels.attention import PreparedCall, prepare, sparse_paged_attention
 from qsa_kernels.hardware import NATIVE_CAPABILITY
-from qsa_kernels.launch import LaunchConfig
+from qsa_kernels.launch import SMALLEST_TRANSPOSED, LaunchConfig
 from qsa_kernels.measure import codepath, precision, workloads
 from qsa_kernels.measure.workloads import AttentionInputs
 from qsa_kernels.reference import reference_attention
@@ -38,7 +38,8 @@ class Route:
 
     Args:
         arm (Arm): what to compute.
-        path (str): "here" as the operator launches on this machine, or "sm_70" as compiled for a V100.
+        path (str): "here" as the operator launches on this machine, "transposed" the same with both products
+            transposed, or "sm_70" as compiled for a V100.
     """
 
     arm: Arm
@@ -51,7 +52,8 @@ class Route:
         # eight warps spread a tile over so many threads that the vector contraction takes it in one or two steps
         warps = warps or (8 if self.arm.contraction == "vector" else 4)
         arguments = inputs.arguments() | self.arm.options() | options
-        arguments.setdefault("launch_profile", LaunchConfig(tile, splits, warps))
+        transposed = self.path == "transposed" and inputs.q.shape[-1] >= SMALLEST_TRANSPOSED
+        arguments.setdefault("launch_profile", LaunchConfig(tile, splits, warps, transposed=transposed))
         arguments.setdefault("return_lse", True)
         launcher = _launcher() if self.path == "sm_70" else None
         call = prepare(**arguments, capability=launcher.capability if launcher else None)
@@ -66,7 +68,7 @@ class Route:
     @property
     def operator(self) -> Callable[..., Any]:
         """A callable with the signature of `sparse_paged_attention`."""
-        return sparse_paged_attention if self.path == "here" else _launcher()
+        return _launcher() if self.path == "sm_70" else sparse_paged_attention
 
     def cache(self, codes: torch.Tensor) -> torch.Tensor:
         """A cache with the values of some codes, in the type that the arm reads."""
@@ -84,7 +86,10 @@ class Route:
 
 
 def routes(
-    *, quantised_only: bool = False, names: Iterable[str] = tuple(ARMS), paths: Sequence[str] = ("here", "sm_70")
+    *,
+    quantised_only: bool = False,
+    names: Iterable[str] = tuple(ARMS),
+    paths: Sequence[str] = ("here", "transposed", "sm_70"),
 ) -> list[Any]:
     """Parameters for pytest, one a runnable combination; what needs a GPU carries its mark."""
     return [
@@ -95,8 +100,15 @@ def routes(
         )
         for name in names
         for path in paths
-        if (ARMS[name].is_quantised or not quantised_only) and (path == "here" or ARMS[name].decoder != "native")
+        if (ARMS[name].is_quantised or not quantised_only) and _has_path(ARMS[name], path)
     ]
+
+
+def _has_path(arm: Arm, path: str) -> bool:
+    """Whether an arm exists on a path, and is not the same there as another one in all that a test can see."""
+    if path == "transposed":
+        return arm.contraction == "dot" and arm.decoder != "exp2"
+    return path == "here" or arm.decoder != "native"
 
 
 @cache

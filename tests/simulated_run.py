@@ -165,15 +165,16 @@ def record_of(unit: Unit, plan: Plan, *, noise: float = 0.004) -> dict[str, Any]
 def search_record(workload: Workload, code_path: str, plan: Plan) -> dict[str, Any]:
     """What a session would write about a launch search."""
     rows = []
-    for grid in plan.search.tiles[code_path]:  # type: ignore[index]
-        for arm in grid.arms:
-            for number, (block_n, warps, stages) in enumerate(grid.tiles):
-                config = session.LaunchConfig(block_n, 4, warps, stages)
-                rows.append(
-                    session.candidate_row(arm, "search", config, workload)
-                    | {"time_us": time_us(arm, "best", workload, code_path) * (1 + 0.1 * number)}
-                    | {"chosen": "yes" if number == 0 else "no", "status": "passed", "reason": ""}
-                )
+    grids = plan.search.tiles[code_path]  # type: ignore[index]
+    for arm in dict.fromkeys(arm for grid in grids for arm in grid.arms):
+        tiles = [(*tile, grid.transposed) for grid in grids if arm in grid.arms for tile in grid.tiles]
+        for number, (block_n, warps, stages, transposed) in enumerate(tiles):
+            config = session.LaunchConfig(block_n, 4, warps, stages, transposed)
+            rows.append(
+                session.candidate_row(arm, "search", config, workload)
+                | {"time_us": time_us(arm, "best", workload, code_path) * (1 + 0.1 * number)}
+                | {"chosen": "yes" if number == 0 else "no", "status": "passed", "reason": ""}
+            )
     return {"workload": vars(workload), "code_path": code_path, "rows": rows, "seconds": 1.0}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from qsa_kernels import e4m3, launch
 from qsa_kernels.arms import Arm
 from qsa_kernels.hardware import (
     NATIVE_CAPABILITY,
+    OVERLAP_CAPABILITY,
     TENSOR_CORE_CAPABILITY,
     Capability,
     check_device,
@@ -74,6 +75,8 @@ class KernelCall:
         constants (dict[str, Any]): value of every compile-time constant.
         num_warps (int): warps a program.
         num_stages (int): software pipelining depth.
+        overlapped (bool): launch before the kernel ahead of it in the stream has ended (programmatic dependent launch);
+            the kernel itself waits for what it reads.
     """
 
     function: Any
@@ -82,12 +85,14 @@ class KernelCall:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    overlapped: bool = False
 
     def run(self) -> None:
         """Launch through Triton on the current device, or interpret."""
-        self.function[self.grid](
-            **self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.overlapped:
+            options["launch_pdl"] = True
+        self.function[self.grid](**self.arguments, **self.constants, **options)
 
 
 @dataclass(frozen=True)
@@ -251,6 +256,7 @@ def prepare(
         contraction=contraction,
         num_splits=num_splits,
         launch_profile=launch_profile,
+        paired_codes=_can_be_paired(k_cache) and _can_be_paired(v_cache),
     )
     check_product(capability, q.dtype, plan.contraction)
     result = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -318,6 +324,7 @@ def kernel_spec(
     page_size: int,
     dtype: torch.dtype = torch.float16,
     rows: int = 128,
+    capability: Capability = (9, 0),
 ) -> KernelSpec:
     """The attention kernel of an arm as the compiler sees it in a launch on contiguous, aligned tensors.
 
@@ -333,9 +340,10 @@ def kernel_spec(
         page_size (int): tokens a page.
         dtype (torch.dtype): of q.
         rows (int): query rows.
+        capability (tuple[int, int]): compute capability that the launch is for.
     """
     plan = _plan(
-        capability=(9, 0),
+        capability=capability,
         rows=rows,
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -351,7 +359,7 @@ def kernel_spec(
         launch_profile=config,
     )
     activation = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
-    cache = "*u8" if arm.is_quantised else activation
+    cache = ("*i16" if config.transposed else "*u8") if arm.is_quantised else activation
     pointers = {
         "q_ptr": activation,
         "k_cache_ptr": cache,
@@ -397,6 +405,7 @@ def _plan(
     contraction: str,
     num_splits: int | None,
     launch_profile: str | LaunchConfig | None,
+    paired_codes: bool = True,
 ) -> _Plan:
     decoder, contraction = resolve_options(
         capability,
@@ -419,6 +428,13 @@ def _plan(
         contraction=contraction,
         num_splits=num_splits,
     )
+    if config.transposed and quantised and not paired_codes:
+        if isinstance(launch_profile, LaunchConfig):
+            raise ValueError(
+                "launch_profile.transposed: expected caches whose strides and place in memory are multiples of two "
+                "bytes, so that codes can be read in pairs"
+            )
+        config = replace(config, transposed=False)
     group = q_heads // kv_heads
     constants: dict[str, Any] = {
         "TOPK": topk,
@@ -430,13 +446,24 @@ def _plan(
         "DECODER": decoder,
         "HOISTED": scale_placement == "hoisted",
         "ASSEMBLY": capability is not None,
+        "OVERLAPPED": config.num_splits > 1 and capability is not None and capability >= OVERLAP_CAPABILITY,
     }
     if contraction == "vector":
         heads = launch.heads_per_program(group, quantised=quantised)
         spread = launch.tokens_spread(config, head_dim, 1 if quantised else dtype.itemsize)
         constants |= {"BLOCK_M": heads, "SPREAD": spread}
         return _Plan(contraction, constants, config, kv_heads * -(-group // heads))
-    return _Plan(contraction, constants | {"BLOCK_M": launch.padded_group(group)}, config, kv_heads)
+    constants |= {
+        "BLOCK_M": launch.padded_group(group, transposed=config.transposed),
+        "TRANSPOSED": config.transposed,
+        "CODES_PER_WORD": 2 if config.transposed and quantised else 1,
+    }
+    return _Plan(contraction, constants, config, kv_heads)
+
+
+def _can_be_paired(cache: torch.Tensor) -> bool:
+    """Whether two neighbouring codes can be read as one aligned word."""
+    return all(number % 2 == 0 for number in (cache.data_ptr(), cache.storage_offset(), *cache.stride()[:-1]))
 
 
 def _kernel_calls(
@@ -460,7 +487,8 @@ def _kernel_calls(
     else:
         partial_out = partial_lse = torch.empty(0, dtype=torch.float32, device=q.device)
     if plan.constants["DECODER"] != "none":
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        word = torch.int16 if plan.config.transposed else torch.uint8
+        k_cache, v_cache = k_cache.view(word), v_cache.view(word)
     attend = KernelCall(
         plan.function,
         (rows, plan.programs_per_row, splits),
@@ -502,6 +530,7 @@ def _kernel_calls(
     )
     if splits == 1:
         return (attend,)
+    overlapped = plan.constants["OVERLAPPED"]
     merge = KernelCall(
         merge_splits,
         (rows, q_heads, -(-head_dim // _MERGE_ELEMENTS)),
@@ -523,9 +552,11 @@ def _kernel_calls(
             "STEP": min(_MERGE_SPLITS, 1 << (splits - 1).bit_length()),
             "DECODER": plan.constants["DECODER"],
             "HOISTED": plan.constants["HOISTED"],
+            "OVERLAPPED": overlapped,
         },
         num_warps=4,
         num_stages=1,
+        overlapped=overlapped,
     )
     return (attend, merge)
 

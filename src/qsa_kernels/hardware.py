@@ -12,6 +12,7 @@ Capability = tuple[int, int]
 TENSOR_CORE_CAPABILITY: Capability = (8, 0)  # below, Triton 3.3 and newer turn tl.dot into FMA (triton#5066)
 ASYNC_COPY_CAPABILITY: Capability = (8, 0)
 NATIVE_CAPABILITY: Capability = (8, 9)  # first with a hardware conversion of E4M3
+OVERLAP_CAPABILITY: Capability = (9, 0)  # first with programmatic dependent launch
 
 
 def device_capability(device: torch.device) -> Capability | None:

@@ -13,6 +13,8 @@ from qsa_kernels.hardware import ASYNC_COPY_CAPABILITY, Capability
 MAX_SPLITS = 256
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16
+# Two codes to a word leave half as many words as dims, and tl.dot reduces over at least 16.
+SMALLEST_TRANSPOSED = 32
 
 _KIB = 1024
 # Shared memory that one block may use. Source: CUDA C++ Programming Guide, technical specifications per compute
@@ -44,12 +46,15 @@ class LaunchConfig:
         num_splits (int): parts into which a row's tiles are dealt.
         num_warps (int): warps a program of the attention kernel.
         num_stages (int): software pipelining depth; without effect below compute capability 8.0.
+        transposed (bool): both products of the dot contraction transposed, tokens as rows and heads as columns, and
+            codes read two to a word; for head_dim >= 32.
     """
 
     block_n: int
     num_splits: int
     num_warps: int
     num_stages: int = 2
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Tier:
         target_splits (int): most splits.
         num_warps (int): warps a program.
         num_stages (int): software pipelining depth.
+        transposed (bool): as for `LaunchConfig`.
         max_programs_wide (int | None): `max_programs` for a group of more than eight heads, where it differs.
         only_for (tuple[int, int] | None): the one (group, head_dim) that it is for; None = any.
     """
@@ -71,6 +77,7 @@ class Tier:
     target_splits: int
     num_warps: int
     num_stages: int = 2
+    transposed: bool = False
     max_programs_wide: int | None = None
     only_for: tuple[int, int] | None = None
 
@@ -91,6 +98,8 @@ class LaunchProfile:
         tiers (tuple[Tier, ...]): by number of programs, ascending.
         quantised_tiers (tuple[Tier, ...]): for an E4M3 cache; empty = as `tiers`.
         source (str): where the numbers come from.
+        even_splits (bool): deal the tiles of a row as evenly as the target allows; a public table takes the largest
+            power of two that leaves every split a tile.
     """
 
     name: str
@@ -98,6 +107,7 @@ class LaunchProfile:
     tiers: tuple[Tier, ...]
     source: str
     quantised_tiers: tuple[Tier, ...] = ()
+    even_splits: bool = False
 
     def tier(self, programs: int, *, group: int, head_dim: int, quantised: bool) -> Tier:
         for tier in (quantised and self.quantised_tiers) or self.tiers:
@@ -153,6 +163,26 @@ PROFILES: dict[str, LaunchProfile] = {
             ),
         ),
         LaunchProfile(
+            "sm90",
+            "dot",
+            (
+                Tier(12, 64, 33, 2, transposed=True),
+                Tier(24, 32, 33, 1, transposed=True),
+                Tier(64, 32, 17, 1, transposed=True),
+                Tier(256, 32, 4, 1, transposed=True),
+                Tier(None, 32, 1, 1, transposed=True),
+            ),
+            "this project: transposed products; from the search of the recorded H200 run",
+            quantised_tiers=(
+                Tier(24, 64, 33, 2, transposed=True),
+                Tier(64, 32, 33, 1, transposed=True),
+                Tier(256, 64, 4, 2, transposed=True),
+                Tier(1024, 64, 1, 2, transposed=True),
+                Tier(None, 32, 1, 1, transposed=True),
+            ),
+            even_splits=True,
+        ),
+        LaunchProfile(
             "vector",
             "vector",
             (
@@ -206,7 +236,7 @@ def choose(
             does not fit the shared memory of the capability (with the needed and the available bytes).
     """
 
-    def overflow(block_n: int, num_stages: int) -> str | None:
+    def overflow(block_n: int, num_stages: int, transposed: bool) -> str | None:
         """Why a tile does not fit, or None."""
         if capability is None or contraction != "dot":
             return None
@@ -219,6 +249,7 @@ def choose(
             head_dim=head_dim,
             itemsize=itemsize,
             quantised=quantised,
+            transposed=transposed,
         )
         if needed <= limit:
             return None
@@ -229,7 +260,7 @@ def choose(
 
     if isinstance(profile, LaunchConfig):
         config = profile
-        _check_config(config, contraction)
+        _check_config(config, contraction, head_dim)
     else:
         name = _default_profile(capability, contraction) if profile is None else profile
         if name not in PROFILES:
@@ -240,24 +271,35 @@ def choose(
             )
         tier = PROFILES[name].tier(rows * kv_heads, group=q_heads // kv_heads, head_dim=head_dim, quantised=quantised)
         block_n = tier.block_n
-        while block_n > 16 and overflow(block_n, tier.num_stages):
+        transposed = tier.transposed and head_dim >= SMALLEST_TRANSPOSED
+        while block_n > 16 and overflow(block_n, tier.num_stages, transposed):
             block_n //= 2
         tiles = max(1, -(-topk // block_n))
-        splits = min(tier.target_splits, 1 << (tiles.bit_length() - 1))
-        config = LaunchConfig(block_n, splits, tier.num_warps, tier.num_stages)
+        if PROFILES[name].even_splits:
+            splits = even_split_count(tiles, tier.target_splits)
+        else:
+            splits = min(tier.target_splits, 1 << (tiles.bit_length() - 1))
+        config = LaunchConfig(block_n, splits, tier.num_warps, tier.num_stages, transposed)
     if num_splits is not None:
         if not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits: expected an integer from 1 to {MAX_SPLITS}, got {num_splits!r}")
         config = replace(config, num_splits=num_splits)
-    problem = overflow(config.block_n, config.num_stages)
+    problem = overflow(config.block_n, config.num_stages, config.transposed)
     if problem:
         raise ValueError(f"launch_profile: {problem}")
     return config
 
 
-def padded_group(group: int) -> int:
-    """Rows of the query tile of `tl.dot`: the group size, padded to a power of two."""
-    return 1 << (group - 1).bit_length()
+def even_split_count(tiles: int, target: int) -> int:
+    """The split count, at most the target and `MAX_SPLITS`, whose longest split is shortest with fewest splits."""
+    longest = -(-tiles // max(1, min(target, tiles, MAX_SPLITS)))
+    return -(-tiles // longest)
+
+
+def padded_group(group: int, *, transposed: bool) -> int:
+    """Heads in a tile of `tl.dot`: the group size, padded to a power of two and, transposed, to eight columns."""
+    padded = 1 << (group - 1).bit_length()
+    return max(padded, 8) if transposed else padded
 
 
 def heads_per_program(group: int, *, quantised: bool) -> int:
@@ -286,6 +328,7 @@ def shared_memory_bytes(
     head_dim: int,
     itemsize: int,
     quantised: bool,
+    transposed: bool = False,
 ) -> int:
     """Shared memory that the dot contraction takes.
 
@@ -297,8 +340,9 @@ def shared_memory_bytes(
     """
     tile = 2 * block_n * head_dim
     if capability < ASYNC_COPY_CAPABILITY:
-        return tile * itemsize + padded_group(group) * head_dim * 4
-    return tile * (1 if quantised else itemsize) * max(1, num_stages - 1) + padded_group(group) * head_dim * itemsize
+        return tile * itemsize + padded_group(group, transposed=transposed) * head_dim * 4
+    query = padded_group(group, transposed=transposed) * head_dim * itemsize
+    return tile * (1 if quantised else itemsize) * max(1, num_stages - 1) + query
 
 
 def _default_profile(capability: Capability | None, contraction: str) -> str:
@@ -306,10 +350,10 @@ def _default_profile(capability: Capability | None, contraction: str) -> str:
         return "vector"
     if capability is None or (8, 0) <= capability < (9, 0):
         return "generic"
-    return "pre_ampere" if capability < (8, 0) else "sm90_public"
+    return "pre_ampere" if capability < (8, 0) else "sm90"
 
 
-def _check_config(config: LaunchConfig, contraction: str) -> None:
+def _check_config(config: LaunchConfig, contraction: str, head_dim: int) -> None:
     def is_power_of_two(value: object, low: int, high: int) -> bool:
         return isinstance(value, int) and low <= value <= high and value & (value - 1) == 0
 
@@ -327,3 +371,8 @@ def _check_config(config: LaunchConfig, contraction: str) -> None:
         )
     if not isinstance(config.num_stages, int) or not 1 <= config.num_stages <= 8:
         raise ValueError(f"launch_profile.num_stages: expected an integer from 1 to 8, got {config.num_stages!r}")
+    if config.transposed and (contraction != "dot" or head_dim < SMALLEST_TRANSPOSED):
+        raise ValueError(
+            f"launch_profile.transposed: expected contraction='dot' and head_dim >= {SMALLEST_TRANSPOSED}, "
+            f"got {contraction!r} and {head_dim}"
+        )

@@ -432,6 +432,8 @@ class TestSession:
         session.write_json(tmp_path / "search" / session.search_name(workload, "device"), record)
         found = session.BestLaunches(tmp_path).config("fp16", workload, "device")
         assert isinstance(found, LaunchConfig)
+        chosen = frame[(frame["arm"] == "fp16") & (frame["chosen"] == "yes")].iloc[0]
+        assert (found.block_n, found.transposed) == (chosen["block_n"], chosen["transposed"])
         with pytest.raises(ValueError, match="no launch search for in_loop/exp2"):
             session.BestLaunches(tmp_path).config("in_loop/exp2", workload, "device")
 
@@ -453,8 +455,8 @@ class TestSession:
 
     def test_split_count_reaches_for_the_wanted_programs(self) -> None:
         shape = Workload("decode", 8, 32768, "clustered", None, 2051, 6, 1, 256, 784)
-        assert session.split_count(4.0, 132, shape, 32) == 64
-        assert session.split_count(2.0, 132, shape, 32) == 32
+        assert session.split_count(4.0, 132, shape, 32) == 65  # one tile a split
+        assert session.split_count(2.0, 132, shape, 32) == 33
         assert session.split_count(0.01, 132, shape, 32) == 1
 
 

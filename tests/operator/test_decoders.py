@@ -9,7 +9,7 @@ import triton.language as tl
 
 from qsa_kernels import e4m3
 from qsa_kernels.hardware import NATIVE_CAPABILITY
-from qsa_kernels.kernels.decode import decode_unscaled
+from qsa_kernels.kernels.decode import decode_parts, decode_unscaled
 from qsa_kernels.kernels.store import encode_e4m3
 
 BLOCK = 1024
@@ -26,6 +26,17 @@ def decode_codes(codes_ptr, out_ptr, DECODER: tl.constexpr, ASSEMBLY: tl.constex
 
 
 @triton.jit
+def decode_pairs(
+    words_ptr, out_ptr, scale, DECODER: tl.constexpr, HOISTED: tl.constexpr, ASSEMBLY: tl.constexpr, COUNT: tl.constexpr
+):
+    """FP16 values, as FP32, of the two codes in each of COUNT words a program."""
+    places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    parts = decode_parts(tl.load(words_ptr + places), scale, 2, DECODER, HOISTED, ASSEMBLY, tl.float16)
+    for part in tl.static_range(2):
+        tl.store(out_ptr + 2 * places + part, parts[part].to(tl.float32))
+
+
+@triton.jit
 def encode_quotients(x_ptr, codes_ptr, scale, COUNT: tl.constexpr):
     """Codes of COUNT quotients a program, as the cache write forms them."""
     places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -37,6 +48,16 @@ def decode(codes: torch.Tensor, decoder: str, *, assembly: bool = False) -> torc
     out = torch.full(codes.shape, 7.0, dtype=torch.float32, device=codes.device)
     count = min(BLOCK, codes.numel())
     decode_codes[(codes.numel() // count,)](codes, out, DECODER=decoder, ASSEMBLY=assembly, COUNT=count, num_warps=1)
+    return out * 256 if decoder == "packed" else out
+
+
+def pairs(codes: torch.Tensor, decoder: str, *, assembly: bool = False, scale: float | None = None) -> torch.Tensor:
+    """FP32 values of codes that are read two to a word; with a scale, as before hoisting."""
+    out = torch.full(codes.shape, 7.0, dtype=torch.float32, device=codes.device)
+    words = codes.view(torch.int16)
+    decode_pairs[(words.numel() // BLOCK,)](
+        words, out, scale or 1.0, DECODER=decoder, HOISTED=scale is None, ASSEMBLY=assembly, COUNT=BLOCK, num_warps=1
+    )
     return out * 256 if decoder == "packed" else out
 
 
@@ -91,6 +112,23 @@ class TestDecode:
         assembled = decode(words, "packed", assembly=True)
         assert_same_values(assembled, decode(words, "packed"))
         assert_same_values(assembled, e4m3.decode(words))
+
+
+class TestDecodePairs:
+    """Every pair of neighbours in a 16-bit word: neither code may leak into the other."""
+
+    @pytest.mark.parametrize(("decoder", "assembly"), DECODERS)
+    def test_every_pair_of_codes(self, decoder: str, assembly: bool, device: str) -> None:
+        if decoder == "native" and torch.cuda.get_device_capability() < NATIVE_CAPABILITY:
+            pytest.skip("needs compute capability 8.9 or higher")
+        codes = HALVES.to(device).view(torch.uint8)
+        values = pairs(codes, decoder, assembly=assembly)
+        assert_same_values(values, e4m3.decode(codes))
+
+    def test_a_scale_in_the_loop_multiplies_before_the_cast(self, device: str) -> None:
+        codes = HALVES.to(device).view(torch.uint8)
+        values = pairs(codes, "bitcast", scale=0.0123)
+        assert_same_values(values, (e4m3.decode(codes) * torch.tensor(0.0123)).half().float())
 
 
 class TestEncode:

@@ -123,8 +123,8 @@ class TestChoiceByCapability:
             ((7, 5), "dot", "pre_ampere"),
             ((8, 0), "dot", "generic"),
             ((8, 9), "dot", "generic"),
-            ((9, 0), "dot", "sm90_public"),
-            ((12, 0), "dot", "sm90_public"),
+            ((9, 0), "dot", "sm90"),
+            ((12, 0), "dot", "sm90"),
             (None, "vector", "vector"),
             ((7, 0), "vector", "vector"),
             ((9, 0), "vector", "vector"),
@@ -167,6 +167,37 @@ class TestChoiceByCapability:
         assert resolve_options(capability, contraction="vector", **options) == ("packed", "vector")
 
 
+class TestOwnTable:
+    @pytest.mark.parametrize(
+        ("rows", "quantised", "expected"),
+        [
+            *[(8, True, (64, 33, 2)), (32, True, (32, 33, 1)), (128, True, (64, 4, 2)), (2048, True, (32, 1, 1))],
+            *[(8, False, (64, 33, 2)), (32, False, (32, 17, 1)), (128, False, (32, 4, 1)), (2048, False, (32, 1, 1))],
+        ],
+        ids=str,
+    )
+    def test_sm90_deals_the_tiles_of_the_public_width_evenly(
+        self, rows: int, quantised: bool, expected: tuple[int, int, int]
+    ) -> None:
+        assert table("sm90", rows=rows, quantised=quantised, topk=2051) == expected
+        assert chosen("sm90", rows=rows, quantised=quantised).transposed
+
+    def test_a_head_of_sixteen_is_not_transposed(self) -> None:
+        assert not chosen("sm90", head_dim=16).transposed
+        assert chosen("sm90", head_dim=32).transposed
+
+
+class TestEvenSplits:
+    @pytest.mark.parametrize(
+        ("tiles", "target", "splits"),
+        # 65 tiles in at most 64 splits: one would take two, so 33 do
+        [(65, 64, 33), (65, 65, 65), (65, 20, 17), (33, 5, 5), (33, 4, 4), (1, 64, 1), (7, 4, 4), (1000, 256, 250)],
+        ids=str,
+    )
+    def test_fewest_splits_with_the_shortest_longest_split(self, tiles: int, target: int, splits: int) -> None:
+        assert launch.even_split_count(tiles, target) == splits
+
+
 class TestSharedMemory:
     def test_sm75_shrinks_a_64_column_tile_to_32(self) -> None:
         # K 32 + V 32 + q 8 KiB exceed the 64 KiB of Turing, and fit the 96 KiB of Volta
@@ -201,7 +232,8 @@ class TestSharedMemory:
             for q_heads in (1, 6, 16):
                 config = chosen(profile, capability=capability, rows=rows, q_heads=q_heads)
                 tiles = max(1, config.num_stages - 1) if capability >= (8, 0) else 1
-                q_tile = 256 * (1 << (q_heads - 1).bit_length()) * (2 if capability >= (8, 0) else 4)
+                padded = max(1 << (q_heads - 1).bit_length(), 8 if config.transposed else 1)
+                q_tile = 256 * padded * (2 if capability >= (8, 0) else 4)
                 assert q_tile + 2 * config.block_n * tiles * 256 * 2 <= limit
 
 
@@ -241,6 +273,14 @@ class TestRefusals:
     def test_a_launch_of_ones_own_is_checked_field_by_field(self, config: LaunchConfig, field: str) -> None:
         with pytest.raises(ValueError, match=rf"launch_profile\.{field}: expected .*got {getattr(config, field)}"):
             chosen(config)
+
+    @pytest.mark.parametrize(("contraction", "head_dim"), [("dot", 16), ("vector", 256)])
+    def test_transposed_products_need_the_dot_and_words_enough(self, contraction: str, head_dim: int) -> None:
+        config = LaunchConfig(32, 1, 1, transposed=True)
+        message = rf"launch_profile\.transposed: expected contraction='dot' and head_dim >= 32, got '{contraction}' and"
+        with pytest.raises(ValueError, match=message):
+            chosen(config, contraction=contraction, head_dim=head_dim)
+        assert chosen(config, head_dim=32) == config
 
     def test_eight_columns_are_for_the_vector_contraction(self) -> None:
         assert chosen(LaunchConfig(8, 1, 1), contraction="vector").block_n == 8

@@ -14,7 +14,7 @@ from qsa_kernels.launch import LaunchConfig
 from qsa_kernels.measure import workloads
 from qsa_kernels.measure.workloads import AttentionInputs
 
-PATHS = ["here", pytest.param("sm_70", marks=pytest.mark.gpu)]
+PATHS = ["here", "transposed", pytest.param("sm_70", marks=pytest.mark.gpu)]
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import attention_calls as calls
@@ -266,6 +267,21 @@ class TestOptions:
         refuse(arguments, ValueError, "num_splits: expected an integer from 1 to 256, got 257", num_splits=257)
         config = launch.LaunchConfig(24, 1, 4)
         refuse(arguments, ValueError, r"launch_profile\.block_n: .*got 24", launch_profile=config)
+
+    def test_codes_at_odd_places_cannot_be_read_in_pairs(self) -> None:
+        """A table falls back to single codes; a launch of one's own is refused."""
+        inputs = calls.standard_pair().quantised
+        wide = torch.cat([inputs.k_cache, inputs.k_cache], dim=-1)[..., 1 : 1 + calls.HEAD_DIM]
+        odd = replace(inputs, k_cache=wide)
+        own = launch.LaunchConfig(32, 1, 1, transposed=True)
+        with pytest.raises(ValueError, match=r"launch_profile\.transposed: expected caches whose strides"):
+            prepare(**odd.arguments(), launch_profile=own)
+        for case, transposed in ((odd, False), (inputs, True)):
+            attend = prepare(**case.arguments(), launch_profile="sm90").kernels[0]
+            assert (attend.constants["TRANSPOSED"], attend.constants["CODES_PER_WORD"]) == (
+                transposed,
+                1 + transposed,
+            )
 
 
 def _as_tensor(value: float) -> torch.Tensor:

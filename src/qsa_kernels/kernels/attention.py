@@ -2,10 +2,11 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from .decode import decode_tile
+from .decode import decode_parts, decode_tile
 from .paging import count_tiles_in_use, locate_tokens, uniform
-from .scaling import divisor, log_sum_exp, output_factor, softmax_factor
+from .scaling import inverse, log_sum_exp, output_factor, softmax_factor
 
 # Score of a token without weight, and a start of the running maximum so far above it that their difference gives a
 # weight of exactly zero even where a tile has no valid token. Both are finite, since -inf - -inf is NaN.
@@ -15,6 +16,57 @@ MAXIMUM_START = tl.constexpr(-1.0e38)
 
 # Sizes that change from call to call in a server; specialised on their value they would each need a compilation.
 SIZES = ("num_rows", "num_requests", "pages_per_request", "num_pages", "block_table_stride")
+
+
+@triton.jit
+def along_rows(vector, TRANSPOSED: tl.constexpr):
+    """A vector along the rows of a tile, or along its columns where tiles are transposed."""
+    if TRANSPOSED:
+        return vector[None, :]
+    else:
+        return vector[:, None]
+
+
+@triton.jit
+def along_columns(vector, TRANSPOSED: tl.constexpr):
+    """A vector along the columns of a tile, or along its rows where tiles are transposed."""
+    if TRANSPOSED:
+        return vector[:, None]
+    else:
+        return vector[None, :]
+
+
+@triton.jit
+def product(left, right, accumulator, TRANSPOSED: tl.constexpr):
+    """left @ right, or right @ left where tiles are transposed; accumulator may be None."""
+    if TRANSPOSED:
+        return tl.dot(right, left, accumulator, out_dtype=tl.float32)
+    else:
+        return tl.dot(left, right, accumulator, out_dtype=tl.float32)
+
+
+@triton.jit
+def query_parts(query, TRANSPOSED: tl.constexpr, CODES_PER_WORD: tl.constexpr):
+    """The tile [heads, head_dim] as the products take it: whole, transposed, or the even and the odd dims of that."""
+    if not TRANSPOSED:
+        return (query,)
+    elif CODES_PER_WORD == 1:
+        return (tl.trans(query),)
+    else:
+        even, odd = tl.split(tl.reshape(query, (query.shape[0], query.shape[1] // 2, 2)))
+        return tl.trans(even), tl.trans(odd)
+
+
+@triton.jit
+def joined_parts(parts, TRANSPOSED: tl.constexpr, CODES_PER_WORD: tl.constexpr):
+    """[heads, head_dim] of an output in the parts of `query_parts`."""
+    if not TRANSPOSED:
+        return parts[0]
+    elif CODES_PER_WORD == 1:
+        return tl.trans(parts[0])
+    else:
+        pairs = tl.permute(tl.join(parts[0], parts[1]), (1, 0, 2))
+        return tl.reshape(pairs, (pairs.shape[0], pairs.shape[1] * 2))
 
 
 @triton.jit
@@ -95,8 +147,17 @@ def attend_with_dot(
     DECODER: tl.constexpr,
     HOISTED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    CODES_PER_WORD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """One split of one row and KV head: both products through `tl.dot`, probabilities in the operand type."""
+    """One split of one row and KV head: both products through `tl.dot`, probabilities in the operand type.
+
+    Tiles are [heads, dims], [dims, tokens], [heads, tokens] and [tokens, dims], or all of them transposed: tensor cores
+    take 16 rows and 8 columns, so that up to eight heads fill columns without padding. Codes can then be read two to a
+    16-bit word, in which they cross shared memory as halves do; one product takes the even dims and one the odd ones.
+    """
+    TOKEN_AXIS: tl.constexpr = 0 if TRANSPOSED else 1
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -104,24 +165,32 @@ def attend_with_dot(
     in_group = members < GROUP
     heads = kv_head * GROUP + members
     dims = tl.arange(0, HEAD_DIM)
+    words = tl.arange(0, HEAD_DIM // CODES_PER_WORD)
     lanes = tl.arange(0, BLOCK_N)
+    if OVERLAPPED:
+        # the merge may be launched as soon as every program has begun
+        gdc_launch_dependents()
 
     request = tl.load(token_to_req_ptr + row)
+    # a request out of range has no pages; what is listed can be read before it is known
+    pages_in_reach = tl.where((request >= 0) & (request < num_requests), pages_per_request, 0)
     row_indices_ptr = indices_ptr + row * indices_row_stride
-    # counted before the request is known, so that the two loads overlap
     tiles = 0
     # always so at run time: without a block of its own the count makes ptxas for sm_70 spill in the attention loop
     if num_requests > 0:
         tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
-    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
 
-    q = tl.load(
+    factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
+    query = tl.load(
         q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + dims[None, :], mask=in_group[:, None], other=0.0
     )
-    factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
+    queries = query_parts(query, TRANSPOSED, CODES_PER_WORD)
+    accumulators = ()
+    for part in tl.static_range(CODES_PER_WORD):
+        accumulators = accumulators + (tl.zeros_like(queries[part]).to(tl.float32),)
     running_max = tl.full((BLOCK_M,), MAXIMUM_START, tl.float32)
     normaliser = tl.zeros((BLOCK_M,), tl.float32)
-    accumulator = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    operand = query.dtype
 
     row_table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
@@ -132,25 +201,40 @@ def attend_with_dot(
             row_indices_ptr,
             row_table_ptr,
             (split + tile * num_splits) * BLOCK_N + lanes,
-            pages_per_request,
+            pages_in_reach,
             num_pages,
             TOPK,
             PAGE_SIZE,
         )
         k_places = page * k_page_stride + slot * k_slot_stride
         v_places = page * v_page_stride + slot * v_slot_stride
-        k = tl.load(k_head_ptr + k_places[None, :] + dims[:, None], mask=valid[None, :], other=0)
-        v = tl.load(v_head_ptr + v_places[:, None] + dims[None, :], mask=valid[:, None], other=0)
-        k = decode_tile(k, k_scale, DECODER, HOISTED, ASSEMBLY, q.dtype)
-        v = decode_tile(v, v_scale, DECODER, HOISTED, ASSEMBLY, q.dtype)
+        k = tl.load(
+            k_head_ptr + along_columns(k_places, TRANSPOSED) + along_rows(words, TRANSPOSED),
+            mask=along_columns(valid, TRANSPOSED),
+            other=0,
+        )
+        v = tl.load(
+            v_head_ptr + along_rows(v_places, TRANSPOSED) + along_columns(words, TRANSPOSED),
+            mask=along_rows(valid, TRANSPOSED),
+            other=0,
+        )
+        keys = decode_parts(k, k_scale, CODES_PER_WORD, DECODER, HOISTED, ASSEMBLY, operand)
+        values = decode_parts(v, v_scale, CODES_PER_WORD, DECODER, HOISTED, ASSEMBLY, operand)
 
-        scores = tl.dot(q, k, out_dtype=tl.float32) * factor
-        scores = tl.where(valid[None, :], scores, LOWEST)
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        scores = None
+        for part in tl.static_range(CODES_PER_WORD):
+            scores = product(queries[part], keys[part], scores, TRANSPOSED)
+        scores = tl.where(along_columns(valid, TRANSPOSED), scores * factor, LOWEST)
+        new_max = tl.maximum(running_max, tl.max(scores, axis=TOKEN_AXIS))
         decay = tl.math.exp2(running_max - new_max)
-        probabilities = tl.math.exp2(scores - new_max[:, None])
-        normaliser = normaliser * decay + tl.sum(probabilities, axis=1)
-        accumulator = tl.dot(probabilities.to(q.dtype), v, accumulator * decay[:, None], out_dtype=tl.float32)
+        probabilities = tl.math.exp2(scores - along_rows(new_max, TRANSPOSED))
+        normaliser = normaliser * decay + tl.sum(probabilities, axis=TOKEN_AXIS)
+        weights = probabilities.to(operand)
+        decayed = along_rows(decay, TRANSPOSED)
+        sums = ()
+        for part in tl.static_range(CODES_PER_WORD):
+            sums = sums + (product(weights, values[part], accumulators[part] * decayed, TRANSPOSED),)
+        accumulators = sums
         running_max = new_max
 
     store_result(
@@ -158,7 +242,7 @@ def attend_with_dot(
         lse_ptr,
         partial_out_ptr,
         partial_lse_ptr,
-        accumulator / divisor(normaliser)[:, None],
+        joined_parts(accumulators, TRANSPOSED, CODES_PER_WORD) * inverse(normaliser)[:, None],
         log_sum_exp(running_max, normaliser),
         v_scale,
         heads,
@@ -220,6 +304,7 @@ def attend_with_vector(
     HOISTED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     SPREAD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """One split of one row and up to BLOCK_M heads of a group: products and sums in registers, probabilities in FP32.
 
@@ -235,12 +320,14 @@ def attend_with_vector(
     split = tl.program_id(2)
     dims = tl.arange(0, HEAD_DIM)
     lanes = tl.arange(0, SPREAD)
+    if OVERLAPPED:
+        gdc_launch_dependents()
 
     request = tl.load(token_to_req_ptr + row)
+    # a request out of range has no pages; what is listed can be read before it is known
+    pages_in_reach = tl.where((request >= 0) & (request < num_requests), pages_per_request, 0)
     row_indices_ptr = indices_ptr + row * indices_row_stride
-    # counted before the request is known, so that the two loads overlap
     tiles = count_tiles_in_use(row_indices_ptr, split, num_splits, TOPK, BLOCK_N, ASSEMBLY)
-    tiles = tl.where((request >= 0) & (request < num_requests), tiles, 0)
 
     factor = softmax_factor(k_scale, HEAD_DIM, DECODER, HOISTED)
     queries = ()
@@ -269,7 +356,7 @@ def attend_with_vector(
                 row_indices_ptr,
                 row_table_ptr,
                 (split + tile * num_splits) * BLOCK_N + step * SPREAD + lanes,
-                pages_per_request,
+                pages_in_reach,
                 num_pages,
                 TOPK,
                 PAGE_SIZE,
@@ -332,7 +419,7 @@ def attend_with_vector(
             lse_ptr,
             partial_out_ptr,
             partial_lse_ptr,
-            (summed / divisor(total))[None, :],
+            (summed * inverse(total))[None, :],
             log_sum_exp(highest, total) + tl.zeros((1,), tl.float32),
             v_scale,
             kv_head * GROUP + first_member + member + one,

@@ -72,6 +72,59 @@ def decode_packed_assembly(codes):
 
 
 @triton.jit
+def decode_packed_words(words):
+    """`decode_packed` of the low and of the high code of 16-bit words, two words at a time."""
+    low, high = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 magnitude, carried, flagged, low, high;
+        and.b32 magnitude, $2, 0x7f7f7f7f;
+        add.u32 carried, magnitude, 0x01010101;
+        and.b32 carried, carried, 0x80808080;
+        or.b32 flagged, magnitude, carried;
+        prmt.b32 low, flagged, $2, 0xe2c0;
+        prmt.b32 high, flagged, $2, 0xf3d1;
+        shl.b32 low, low, 7;
+        shl.b32 high, high, 7;
+        and.b32 $0, low, 0xff80ff80;
+        and.b32 $1, high, 0xff80ff80;
+        }
+        """,
+        "=r,=r,r",
+        [words],
+        dtype=(tl.int16, tl.int16),
+        is_pure=True,
+        pack=2,
+    )
+    return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def convert_words(words):
+    """FP16 values of the low and of the high code of 16-bit words, by hardware, two words at a time.
+
+    Triton would take an 8-bit type for one that crosses shared memory in bytes.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 sorted;
+        .reg .b16 low, high;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {low, high}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }
+        """,
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def decode_unscaled(codes, DECODER: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Values of a tile of codes before any scale; `packed` gives them times 2^-8."""
     if DECODER == "exp2":
@@ -102,3 +155,28 @@ def decode_tile(
         return decode_unscaled(tile, DECODER, ASSEMBLY).to(OPERAND)
     else:
         return (decode_unscaled(tile, DECODER, ASSEMBLY) * scale).to(OPERAND)
+
+
+@triton.jit
+def decode_parts(
+    tile,
+    scale,
+    CODES_PER_WORD: tl.constexpr,
+    DECODER: tl.constexpr,
+    HOISTED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """`decode_tile` as a tuple: one part, or those of the low and of the high codes of 16-bit words."""
+    if CODES_PER_WORD == 1:
+        return (decode_tile(tile, scale, DECODER, HOISTED, ASSEMBLY, OPERAND),)
+    elif DECODER == "native":
+        low, high = convert_words(tile)
+        return low.to(OPERAND), high.to(OPERAND)
+    elif DECODER == "packed" and ASSEMBLY:
+        low, high = decode_packed_words(tile)
+        return low.to(OPERAND), high.to(OPERAND)
+    else:
+        low = decode_tile(tile & 0xFF, scale, DECODER, HOISTED, False, OPERAND)
+        high = decode_tile((tile >> 8) & 0xFF, scale, DECODER, HOISTED, False, OPERAND)
+        return low, high

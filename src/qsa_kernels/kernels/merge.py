@@ -2,8 +2,9 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from .scaling import divisor, log_sum_exp, output_factor
+from .scaling import inverse, log_sum_exp, output_factor
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -23,34 +24,36 @@ def merge_splits(
     STEP: tl.constexpr,
     DECODER: tl.constexpr,
     HOISTED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """Weight each split by 2^(lse - max), normalise, and apply the hoisted V scale once."""
+    """Weight each split by 2^(lse - max), normalise, and apply the hoisted V scale once.
+
+    With OVERLAPPED the launch comes before the attention kernel has ended, and this one waits for its partials.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     splits = tl.arange(0, STEP)
-    highest = tl.full((STEP,), float("-inf"), tl.float32)
-    for start in range(0, num_splits, STEP):
-        cells = ((start + splits).to(tl.int64) * num_rows + row) * num_q_heads + head
-        lse = tl.load(partial_lse_ptr + cells, mask=start + splits < num_splits, other=float("-inf"))
-        # a select, since a maximum may drop NaN
-        highest = tl.where(lse > highest, lse, highest)
-    peak = tl.max(highest, axis=0)
-    # a row without tokens has only -inf, and -inf - -inf is NaN
-    reference = tl.where(peak == float("-inf"), 0.0, peak)
-
-    total = tl.zeros((STEP,), tl.float32)
+    peak = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
     merged = tl.zeros((BLOCK_D,), tl.float32)
+    if OVERLAPPED:
+        gdc_wait()
     for start in range(0, num_splits, STEP):
         in_use = start + splits < num_splits
         cells = ((start + splits).to(tl.int64) * num_rows + row) * num_q_heads + head
         lse = tl.load(partial_lse_ptr + cells, mask=in_use, other=float("-inf"))
-        weight = tl.math.exp2(lse - reference)
         partial = tl.load(partial_out_ptr + cells[:, None] * HEAD_DIM + dims[None, :], mask=in_use[:, None], other=0.0)
-        total += weight
-        merged += tl.sum(partial * weight[:, None], axis=0)
-    normaliser = tl.sum(total, axis=0)
-    merged = merged / divisor(normaliser) * output_factor(v_scale, DECODER, HOISTED)
+        # a maximum may drop NaN, the weights do not
+        highest = tl.maximum(peak, tl.max(lse, axis=0))
+        # a row without tokens has only -inf, and -inf - -inf is NaN
+        reference = tl.where(highest == float("-inf"), 0.0, highest)
+        decay = tl.math.exp2(peak - reference)
+        weight = tl.math.exp2(lse - reference)
+        total = total * decay + tl.sum(weight, axis=0)
+        merged = merged * decay + tl.sum(partial * weight[:, None], axis=0)
+        peak = highest
+    merged = merged * inverse(total) * output_factor(v_scale, DECODER, HOISTED)
     tl.store(out_ptr + row * out_row_stride + head * out_head_stride + dims, merged.to(out_ptr.dtype.element_ty))
     if lse_ptr is not None:
-        tl.store(lse_ptr + row * num_q_heads + head, log_sum_exp(peak, normaliser))
+        tl.store(lse_ptr + row * num_q_heads + head, log_sum_exp(peak, total))

@@ -34,15 +34,19 @@ def count_tiles_in_use(
     NUM_TILES: tl.constexpr = (TOPK + BLOCK_N - 1) // BLOCK_N
     STEP: tl.constexpr = SCAN_COLUMNS // BLOCK_N if SCAN_COLUMNS > BLOCK_N else 1
     own_tiles = (NUM_TILES - split + num_splits - 1) // num_splits
-    steps = tl.arange(0, STEP)
-    lanes = tl.arange(0, BLOCK_N)
-    last = tl.zeros((STEP, BLOCK_N), tl.int32)
-    for start in range(0, own_tiles, STEP):
-        tiles = start + steps
-        columns = (split + tiles * num_splits)[:, None] * BLOCK_N + lanes[None, :]
-        logical = tl.load(indices_ptr + columns, mask=columns < TOPK, other=-1)
-        last = tl.where(logical >= 0, tiles[:, None] + 1, last)
-    return uniform(tl.max(tl.max(last, axis=1), axis=0), ASSEMBLY)
+    in_use = own_tiles
+    # a single tile is not worth a look: entries without weight load nothing
+    if own_tiles > 1:
+        steps = tl.arange(0, STEP)
+        lanes = tl.arange(0, BLOCK_N)
+        last = tl.zeros((STEP, BLOCK_N), tl.int32)
+        for start in range(0, own_tiles, STEP):
+            tiles = start + steps
+            columns = (split + tiles * num_splits)[:, None] * BLOCK_N + lanes[None, :]
+            logical = tl.load(indices_ptr + columns, mask=columns < TOPK, other=-1)
+            last = tl.where(logical >= 0, tiles[:, None] + 1, last)
+        in_use = uniform(tl.max(tl.max(last, axis=0), axis=0), ASSEMBLY)
+    return in_use
 
 
 @triton.jit

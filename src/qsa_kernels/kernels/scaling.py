@@ -32,8 +32,14 @@ def output_factor(v_scale, DECODER: tl.constexpr, HOISTED: tl.constexpr):
 
 @triton.jit
 def divisor(normaliser):
-    """What an output is divided by: 1 for a row without tokens, whose sum of weights is zero."""
+    """The normaliser, or 1 for a row without tokens, whose sum of weights is zero."""
     return tl.where(normaliser == 0.0, 1.0, normaliser)
+
+
+@triton.jit
+def inverse(normaliser):
+    """What an output is multiplied by: 1 for a row without tokens, whose sum of weights is zero."""
+    return 1.0 / divisor(normaliser)
 
 
 @triton.jit

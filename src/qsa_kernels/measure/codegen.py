@@ -60,6 +60,7 @@ class KernelRequest:
         num_warps (int): warps in a block.
         num_splits (int): split count, a constant of the kernel.
         num_stages (int): pipeline stages; ignored by Triton below sm_80.
+        transposed (bool): both products transposed, tokens as rows.
         profile (str): label of the launch; empty = made from columns and warps.
         q_heads (int), kv_heads (int), head_dim (int), topk (int), page_size (int): the geometry.
         dtype (str): "float16" or "bfloat16".
@@ -77,6 +78,7 @@ class KernelRequest:
     num_warps: int = 4
     num_splits: int = 8
     num_stages: int = 2
+    transposed: bool = False
     profile: str = ""
     q_heads: int = 6
     kv_heads: int = 1
@@ -95,9 +97,8 @@ class KernelRequest:
                 raise ValueError(f"{name}: expected one of {', '.join(ARCHITECTURES)}; got {value!r}")
         object.__setattr__(self, "assembled_for", self.assembled_for or self.arch)
         if not self.profile:
-            object.__setattr__(
-                self, "profile", f"{self.block_n} columns, {self.num_warps} warp{'s' * (self.num_warps > 1)}"
-            )
+            label = f"{self.block_n} columns, {self.num_warps} warp{'s' * (self.num_warps > 1)}"
+            object.__setattr__(self, "profile", label + ", transposed" * self.transposed)
 
     @property
     def item_bytes(self) -> int:
@@ -724,6 +725,7 @@ def _compile(request: KernelRequest, with_code: bool) -> dict[str, Any]:
             num_splits=request.num_splits,
             num_warps=request.num_warps,
             num_stages=request.num_stages,
+            transposed=request.transposed,
         ),
         q_heads=request.q_heads,
         kv_heads=request.kv_heads,
@@ -731,6 +733,7 @@ def _compile(request: KernelRequest, with_code: bool) -> dict[str, Any]:
         topk=request.topk,
         page_size=request.page_size,
         dtype=getattr(torch, request.dtype),
+        capability=divmod(ARCHITECTURES[request.arch], 10),
     )
     compiled = triton.compile(
         ASTSource(spec.function, spec.signature, spec.constants, spec.attributes),

@@ -25,7 +25,7 @@ V100 = "V100-SXM2"
 # Published time of a kernel -> the launch that measures the same launch here.
 V100_POINTS = {"v100-64x2": "tile-64x2x1", "v100-16x4": "tile-16x4x1"}
 
-_LAUNCH = ("block_n", "num_splits", "num_warps", "num_stages")
+_LAUNCH = ("block_n", "num_splits", "num_warps", "num_stages", "transposed")
 _CHOICE_NUMBERS = ("ratio", "ratio_low", "ratio_high", "e4m3_time_us", "fp16_time_us", *_LAUNCH)
 
 
@@ -190,7 +190,7 @@ def choices(measured: Measured) -> pd.DataFrame:
         if len(found := usable[is_e4m3.astype(bool)]):
             best = found.iloc[0]
             row |= {"e4m3_arm": best["arm"], "e4m3_time_us": best["time_us"], "verdict": best["verdict"]}
-            row |= {name: best[name] for name in ("ratio", "ratio_low", "ratio_high", *_LAUNCH)}
+            row |= {name: best.get(name, np.nan) for name in ("ratio", "ratio_low", "ratio_high", *_LAUNCH)}
             row |= {"status": "passed", "reason": ""}
         else:
             said = ", ".join(sorted({str(reason) for reason in group["verdict_reason"] if reason}))

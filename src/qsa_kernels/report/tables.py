@@ -67,7 +67,11 @@ _SERVING = {"tp": count(1), "mtp": count(), "prefix_caching": pa.Column(bool), "
 _LATENCY_UNIT = {"stage": label(), "workload": label(), "code_path": label("device", "sm_70")}
 _LATENCY_CELL = {**_LATENCY_UNIT, "cache_state": label("cold", "hot")}
 _ARM = {"arm": label(), "launch": label()}
-_LAUNCH = {name: number() for name in ("block_n", "num_splits", "num_warps", "num_stages", "partition_tokens")}
+_LAUNCH = {
+    **{name: number() for name in ("block_n", "num_splits", "num_warps", "num_stages", "partition_tokens")},
+    # 0 or 1; runs from before there was a choice lack it
+    "transposed": pa.Column(float, nullable=True, required=False),
+}
 _RATIO = {
     **{name: number() for name in ("log_ratio", "log_ratio_low", "log_ratio_high")},
     **{name: number() for name in ("ratio", "ratio_low", "ratio_high", "floor_log_ratio")},
@@ -540,7 +544,7 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
             "code_path": label("device", "sm_70"),
             **{name: label() for name in ("workload", "e4m3_arm", "verdict", "fp16_arm")},
             **{name: number() for name in ("ratio", "ratio_low", "ratio_high", "e4m3_time_us", "fp16_time_us")},
-            **{name: _LAUNCH[name] for name in ("block_n", "num_splits", "num_warps", "num_stages")},
+            **{name: _LAUNCH[name] for name in ("block_n", "num_splits", "num_warps", "num_stages", "transposed")},
         },
         measured=["ratio", "ratio_low", "ratio_high", "e4m3_time_us"],
     ),

@@ -135,12 +135,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Tiles of the launch search for some arms: [columns, warps, stages]."""
+    """Tiles of the launch search for some arms.
+
+    Args:
+        arms: which.
+        tiles: [columns, warps, stages] each.
+        transposed: whether both products are transposed.
+    """
 
     __pydantic_config__ = _FORBID
 
     arms: list[str]
     tiles: list[list[int]]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from qsa_kernels.measure.latency.statistics import (
 
 UNIT_KEYS = ["stage", "workload", "code_path"]
 CELL_KEYS = [*UNIT_KEYS, "cache_state"]
-_TILE_COLUMNS = ["block_n", "num_splits", "num_warps", "num_stages", "partition_tokens"]
+_TILE_COLUMNS = ["block_n", "num_splits", "num_warps", "num_stages", "transposed", "partition_tokens"]
 _INPUT_FACTS = ["rotating_inputs", "distinct_tokens", "bytes_fp16", "bytes_e4m3", "l2_bytes", "neighbour_overlap"]
 _NOT_SEEN = "not available"
 

@@ -185,7 +185,7 @@ class BestLaunches:
             record = read_json(path)
             chosen = {row["arm"]: row for row in record["rows"] if row["chosen"] == "yes"}
             configs = {
-                arm: LaunchConfig(row["block_n"], row["num_splits"], row["num_warps"], row["num_stages"])
+                arm: LaunchConfig(**{field.name: row[field.name] for field in dataclasses.fields(LaunchConfig)})
                 for arm, row in chosen.items()
             }
             self._found.setdefault(record["code_path"], []).append((Workload(**record["workload"]), configs))
@@ -303,9 +303,7 @@ def gate_row(prepared: Prepared, oracles: dict[bool, list[Oracle]], workload: Wo
 
 
 def candidate_row(arm: str, launch: str, config: LaunchConfig | None, workload: Workload) -> dict[str, Any]:
-    tiles = (
-        dataclasses.asdict(config) if config else dict.fromkeys(("block_n", "num_splits", "num_warps", "num_stages"))
-    )
+    tiles = dataclasses.asdict(config) if config else dict.fromkeys(f.name for f in dataclasses.fields(LaunchConfig))
     reduced = partition_tokens(config, workload.topk) if config else None
     return {"arm": arm, "launch": launch, **tiles, "partition_tokens": reduced}
 
@@ -574,25 +572,27 @@ def search_configs(
     plan: Plan, workload: Workload, code_path: str, sms: int
 ) -> Iterator[tuple[str, list[LaunchConfig]]]:
     """For each arm the launches that the search tries, public ones first."""
-    for grid in plan.search.tiles.get(code_path, []):  # type: ignore[call-overload]
-        for name in grid.arms:
-            arm = ARMS[name]
-            configs: list[LaunchConfig] = []
-            for profile in plan.search.public[code_path]:  # type: ignore[index]
-                if launches.PROFILES[profile].contraction == arm.contraction:
-                    configs.append(public_config(profile, arm, workload, code_path))
+    grids = plan.search.tiles.get(code_path, [])  # type: ignore[call-overload]
+    for name in dict.fromkeys(name for grid in grids for name in grid.arms):
+        arm = ARMS[name]
+        configs: list[LaunchConfig] = []
+        for profile in plan.search.public[code_path]:  # type: ignore[index]
+            if launches.PROFILES[profile].contraction == arm.contraction:
+                configs.append(public_config(profile, arm, workload, code_path))
+        for grid in grids:
+            if name not in grid.arms:
+                continue
             for (block_n, warps, stages), per_sm in itertools.product(grid.tiles, plan.search.programs_per_sm):
                 splits = split_count(per_sm, sms, workload, block_n)
-                configs.append(LaunchConfig(block_n, splits, warps, stages))
-            yield name, list(dict.fromkeys(configs))
+                configs.append(LaunchConfig(block_n, splits, warps, stages, grid.transposed))
+        yield name, list(dict.fromkeys(configs))
 
 
 def split_count(programs_per_sm: float, sms: int, workload: Workload, block_n: int) -> int:
-    """The power of two that brings the number of programs nearest to the wanted one, at least one tile a split."""
+    """The split count with equal shares that brings the number of programs near to the wanted one."""
     wanted = programs_per_sm * sms / (workload.rows * workload.kv_heads)
     tiles = -(-min(workload.topk, workload.context) // block_n)
-    most = 1 << (tiles.bit_length() - 1)
-    return max(1, min(1 << max(0, round(math.log2(wanted))) if wanted > 1 else 1, most, 64))
+    return launches.even_split_count(tiles, max(1, round(wanted)))
 
 
 @dataclass(frozen=True)
