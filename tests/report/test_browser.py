@@ -15,7 +15,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, Route, TimeoutError, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, TimeoutError, expect, sync_playwright
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BOOK = Path(os.environ.get("QSA_BOOK", CHECKOUT / "_build/html")).resolve()
@@ -293,12 +293,15 @@ def test_a_click_on_a_heading_sorts_a_long_table(context):
     before = column(page, table, "bytes")
     heading = page.locator(f"{table} thead th", has_text="bytes")
     heading.click()
+    expect(heading).to_have_attribute("aria-sort", "ascending")
     ascending = [int(text) for text in column(page, table, "bytes")]
     assert ascending == sorted(map(int, before))
-    assert heading.get_attribute("aria-sort") == "ascending"
     heading.get_by_role("button").press("Enter")
+    expect(heading).to_have_attribute("aria-sort", "descending")
     assert [int(text) for text in column(page, table, "bytes")] == ascending[::-1]
-    page.locator(f"{table} thead th", has_text="download").click()
+    heading = page.locator(f"{table} thead th", has_text="download")
+    heading.click()
+    expect(heading).to_have_attribute("aria-sort", "ascending")
     names = column(page, table, "download")
     assert names == sorted(names, key=str.casefold)
     page.close()
@@ -313,10 +316,11 @@ def test_words_filter_a_long_table_and_the_rest_comes_back(context):
     page.get_by_label("Filter rows").first.wait_for()
     field = page.locator(f"{table} input[type=search]")
     field.fill("manifest")
+    shown = page.locator(f"{table} .dt-info")
+    expect(shown).to_have_text(f"{every.count('manifest.json')} rows of {len(every)}")
     assert set(column(page, table, "download")) == {"manifest.json"}
-    shown = f"{every.count('manifest.json')} rows of {len(every)}"
-    assert shown in page.locator(f"{table} .dt-info").inner_text()
     field.fill("")
+    expect(shown).to_have_text(f"{len(every)} rows")
     assert column(page, table, "download") == every
     page.close()
 
@@ -328,7 +332,8 @@ def test_tables_are_read_without_a_script(browser, page):
     opened.goto((BOOK / page).as_uri())
     for table in opened.locator("figure.qsa-table").all():
         assert table.locator("thead th").first.is_visible()
-        assert all(cell.is_visible() for cell in table.locator("tbody tr:last-child td").all())
+        last = table.locator("tbody tr:last-child td")
+        assert last.count() == 0 or last.first.is_visible()
         assert str(table.get_attribute("id")).startswith("stored-") or table.locator("figcaption a[download]").count()
     context.close()
 
