@@ -268,9 +268,9 @@ class TestOptions:
         config = launch.LaunchConfig(24, 1, 4)
         refuse(arguments, ValueError, r"launch_profile\.block_n: .*got 24", launch_profile=config)
 
-    def test_codes_at_odd_places_cannot_be_read_in_pairs(self) -> None:
+    def test_codes_at_odd_places_cannot_be_read_in_pairs(self, device: str) -> None:
         """A table falls back to single codes; a launch of one's own is refused."""
-        inputs = calls.standard_pair().quantised
+        inputs = calls.standard_pair().quantised.to(device)
         wide = torch.cat([inputs.k_cache, inputs.k_cache], dim=-1)[..., 1 : 1 + calls.HEAD_DIM]
         odd = replace(inputs, k_cache=wide)
         own = launch.LaunchConfig(32, 1, 1, transposed=True)
