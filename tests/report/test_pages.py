@@ -79,7 +79,7 @@ def test_the_limits_on_the_page_are_those_of_the_operator():
 def test_commands_that_run_notebooks_name_what_there_is(command):
     words = shlex.split(command)[1:]
     if words[0] == "batch":
-        assert words[1:] == ["sweep.yaml"]
+        assert words[1] == "sweep.yaml"
         return
     chapter = Template(ROOT / f"notebooks/{words[1]}.ipynb")
     chapter.resolve(chapter.parse([words[place + 1] for place, word in enumerate(words) if word == "--set"]))
