@@ -70,6 +70,18 @@ def test_the_arms_that_auto_takes_are_those_of_the_page(capability, row, last):
     assert arms.ARMS[arm].options() == {**chosen, "decoder": decoder, "contraction": contraction}
 
 
+def test_the_default_profiles_are_those_of_the_page():
+    shape = {"rows": 33, "q_heads": 6, "kv_heads": 1, "head_dim": 256, "topk": 2051, "itemsize": 2, "quantised": True}
+    named = re.findall(r"`(\w+)` (?:below|from) (\d)\.(\d)", ENGINEER)
+    assert [name for name, *_ in named] == ["pre_ampere", "generic", "sm90"]
+    for name, major, minor in named:
+        capability = (7, 0) if name == "pre_ampere" else (int(major), int(minor))
+        chosen = [launch.choose(one, capability=capability, contraction="dot", **shape) for one in (None, name)]
+        assert chosen[0] == chosen[1]
+    vector = [launch.choose(one, capability=(7, 0), contraction="vector", **shape) for one in (None, "vector")]
+    assert vector[0] == vector[1]
+
+
 def test_the_limits_on_the_page_are_those_of_the_operator():
     assert f"from `{min(launch.HEAD_DIMS)}` to `{max(launch.HEAD_DIMS)}`" in ENGINEER
     assert f"at most `{launch.MAX_GROUP}` query heads" in ENGINEER
