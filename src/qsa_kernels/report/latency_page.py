@@ -196,7 +196,8 @@ def choices(measured: Measured) -> pd.DataFrame:
             said = ", ".join(sorted({str(reason) for reason in group["verdict_reason"] if reason}))
             row |= {"status": "not_measured", "reason": f"no E4M3 arm is measurable: {said or 'no times'}"}
         rows.append(row)
-    names = ["code_path", "workload", "e4m3_arm", "verdict", "fp16_arm", *_CHOICE_NUMBERS, "status", "reason"]
+    names = ["code_path", "workload", "e4m3_arm", "ratio", "verdict", "ratio_low", "ratio_high", "e4m3_time_us"]
+    names += ["fp16_arm", "fp16_time_us", *_LAUNCH, "status", "reason"]
     frame = pd.DataFrame(rows, columns=names).astype(dict.fromkeys(_CHOICE_NUMBERS, float))
     return frame.sort_values("code_path", kind="stable", ignore_index=True)
 
