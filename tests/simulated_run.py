@@ -144,7 +144,6 @@ def record_of(unit: Unit, plan: Plan, *, noise: float = 0.004) -> dict[str, Any]
         "workload": vars(unit.workload),
         "code_path": unit.code_path,
         "process": unit.process,
-        "copy_gb_per_s": COPY_GB_PER_S,
         "device": timer.device,
         "sync_method": timer.sync_method,
         "resolution_us": timer.resolution_us,
@@ -160,6 +159,11 @@ def record_of(unit: Unit, plan: Plan, *, noise: float = 0.004) -> dict[str, Any]
         "samples": samples,
         "seconds": 1.0,
     }
+
+
+def ceiling_record() -> dict[str, Any]:
+    """What the measurement of the copy bandwidth would write."""
+    return {"copy_gb_per_s": COPY_GB_PER_S, "bytes": 2 << 30, "times_us": [], "device": "simulated", "measured": ""}
 
 
 def search_record(workload: Workload, code_path: str, plan: Plan) -> dict[str, Any]:
@@ -224,3 +228,4 @@ def write_run(folder: Path, plan: Plan, run_id: str = "simulated", *, noise: flo
         session.write_json(path, search_record(workload, code_path, plan))
     for unit in plans.units(plan):
         session.write_json(folder / unit.path, record_of(unit, plan, noise=noise))
+    session.write_json(recorder.ceiling_path(folder, environment.NOT_AVAILABLE), ceiling_record())

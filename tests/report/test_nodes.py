@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_run import open_folder, small, write_run
+from simulated_run import ceiling_record, open_folder, small, write_run
 
 from qsa_kernels.measure import environment
 from qsa_kernels.measure.latency import plan as plans
@@ -34,7 +34,38 @@ def folder(tmp_path: Path) -> Path:
     measured_by(run, "search/*", "a")
     measured_by(run, "cells/*__p0.json.gz", "a")
     measured_by(run, "cells/*__p1.json.gz", "b")
+    for node, times in (("a", 1.0), ("b", 0.5)):
+        session.write_json(recorder.ceiling_path(run, node), scaled_ceiling(times, node))
     return run
+
+
+def scaled_ceiling(times: float, node: str) -> dict[str, Any]:
+    record = ceiling_record()
+    return record | {"copy_gb_per_s": times * record["copy_gb_per_s"], "node": {"name": node, **FACTS}}
+
+
+def test_each_process_is_held_against_the_copies_of_its_own_node(folder: Path, tmp_path: Path) -> None:
+    processes = recording.assemble(folder, target=tmp_path / "runs").table("latency_processes")
+    assert processes.set_index(["stage", "process"])["copy_gb_per_s"].to_dict() == {
+        ("core", 0): 4200.0,
+        ("core", 1): 2100.0,
+        ("grid", 0): 4200.0,
+    }
+
+
+def test_a_node_without_copy_bandwidth_is_named(folder: Path, tmp_path: Path) -> None:
+    recorder.ceiling_path(folder, "b").unlink()
+    with pytest.raises(ValueError, match=r"no copy bandwidth of b; go on there with --resume"):
+        recording.assemble(folder, target=tmp_path / "runs")
+
+
+def test_a_node_measures_its_copies_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(folder)
+    monkeypatch.setattr(recorder.subprocess, "Popen", workers)
+    for node in ("a", "c"):
+        monkeypatch.setenv("QSA_NODE", node)
+        recorder.record(folder, processes=[1])
+        assert ([words for words, _ in workers.started if words[0] == "ceiling"] != []) == (node == "c")
 
 
 def test_a_run_of_two_nodes_names_both(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 def pretend(recorder: ModuleType) -> None:
     """Replace the machine and the sessions, and nothing else, of the module that drives a recording."""
-    from simulated_run import record_of, search_record
+    from simulated_run import ceiling_record, record_of, search_record
 
     class Session:
         def __init__(self, plan: Any, run: Path, machine: None) -> None:
@@ -35,6 +35,7 @@ def pretend(recorder: ModuleType) -> None:
     recorder.check_device = lambda *_: None
     recorder.torch.cuda.get_device_capability = lambda: (7, 0)
     recorder.session.Machine.present = lambda: None
+    recorder.ceiling.measure = ceiling_record
     recorder.session.compile_claimed = lambda *_: 0
     recorder.session.Session = Session
 

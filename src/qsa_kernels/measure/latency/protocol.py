@@ -297,15 +297,6 @@ class _Nvml:
         return ClockState(mhz, None if reasons is None else bool(reasons & self._brakes))
 
 
-def copy_bandwidth(timer: Timer, megabytes: int = 512, samples: int = 7) -> float:
-    """Bytes read and written a second by a device-to-device copy, in GB/s: the ceiling that bytes are held against."""
-    source = torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda").fill_(57)
-    target = torch.empty_like(source)
-    prepared = timer.prepare([lambda: target.copy_(source)])
-    times = [timer.sample(prepared, primed=False) for _ in range(samples)]
-    return 2 * source.numel() / float(np.median(times)) * 1e-3
-
-
 def require_measurable() -> None:
     """Refuse to time anything that is not a device.
 

@@ -20,15 +20,15 @@ import torch
 import qsa_kernels
 from qsa_kernels.hardware import check_device
 from qsa_kernels.measure import environment
+from qsa_kernels.measure.latency import ceiling, protocol, session
 from qsa_kernels.measure.latency import plan as plans
-from qsa_kernels.measure.latency import protocol, session
 from qsa_kernels.measure.latency.plan import Plan
 
 PLAN_FILE, FACTS_FILE = "plan.json", "facts.json"
 # What pieces of one run have to agree in, apart from the name of the device.
 _SAME_VERSIONS = ("torch", "cuda", "triton", "ptxas")
 BROKEN = 3  # exit status of a worker whose CUDA context a launch has broken
-# A worker needs this long before its first unit: imports, context, ceiling.
+# A worker needs this long before its first unit: imports and context.
 _START_S = 12.0
 
 
@@ -120,6 +120,11 @@ def open_units(run: Path, plan: Plan, patterns: Sequence[str] = ()) -> list[plan
     return [unit for unit in plans.units(plan, list(patterns)) if not (run / unit.path).is_file()]
 
 
+def ceiling_path(run: Path, node: str) -> Path:
+    """Where the copy bandwidth of a machine is kept."""
+    return run / "ceilings" / f"{'this-machine' if node == environment.NOT_AVAILABLE else node}.json.gz"
+
+
 def is_complete(run: Path) -> bool:
     plan = stored_plan(run)
     return not open_units(run, plan) and not open_searches(run, plan)
@@ -202,6 +207,8 @@ def record(
     compile_all("measurement")
     if search_only:
         return len(wanted())
+    if not ceiling_path(run, node_name()).is_file() and not out_of_time():
+        finish("copy bandwidth", "ceiling")
     for group, number in dict.fromkeys((unit.stage.group, unit.process) for unit in wanted()):
         if out_of_time():
             break
@@ -229,6 +236,9 @@ def _work(options: argparse.Namespace) -> None:
         return
     longest = 0.0
     node = node_facts()
+    if options.task == "ceiling":
+        session.write_json(ceiling_path(run, node["name"]), {**ceiling.measure(), "node": node})
+        return
     worker = session.Session(plan, run, session.Machine.present())
     if options.task == "search":
         for workload, code_path in open_searches(run, plan):
@@ -255,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the worker processes."""
     parser = argparse.ArgumentParser(prog="python -m qsa_kernels.measure.latency", description=main.__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("task", choices=("compile", "search", "measure"))
+    parser.add_argument("task", choices=("compile", "search", "ceiling", "measure"))
     parser.add_argument("--group", type=int, default=0)
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--claims", type=Path)

@@ -43,18 +43,23 @@ def load(run: Path) -> dict[str, pd.DataFrame]:
     """Raw tables of an unfinished or finished run folder, in the columns that the samples were written with.
 
     Raises:
-        ValueError: the folder holds no finished unit, or pieces of machines that are no repetitions of one another.
+        ValueError: the folder holds no finished unit, pieces of machines that are no repetitions of one another, or
+            pieces of a machine whose copy bandwidth is not there.
     """
     records = [read_json(path) for path in sorted((run / "cells").glob("*.json.gz"))]
     if not records:
         raise ValueError(f"{run}: no finished unit; measure with 'qsa record'")
     searches = [read_json(path) for path in sorted((run / "search").glob("*.json.gz"))]
-    _refuse_unlike(run, [*records, *searches])
+    ceilings = [read_json(path) for path in sorted((run / "ceilings").glob("*.json.gz"))]
+    _refuse_unlike(run, [*records, *searches, *ceilings])
+    copy_gb_per_s = {_node(entry): entry["copy_gb_per_s"] for entry in ceilings}
+    if missing := {_node(record) for record in records} - copy_gb_per_s.keys():
+        raise ValueError(f"{run}: no copy bandwidth of {', '.join(sorted(missing))}; go on there with --resume {run}")
     return {
         "latency_samples": _samples(records),
         "latency_gates": _gates(records),
         "latency_workloads": _workloads(records),
-        "latency_processes": _processes(records),
+        "latency_processes": _processes(records, copy_gb_per_s),
         "launch_search": _search(searches),
     }
 
@@ -70,6 +75,10 @@ def _refuse_unlike(run: Path, records: Iterable[Mapping[str, Any]]) -> None:
             for machine, names in nodes.items()
         ]
         raise ValueError(f"{run}: nodes that differ are not pooled into one run: {'; '.join(sorted(described))}")
+
+
+def _node(record: Mapping[str, Any]) -> str:
+    return record.get("node", {}).get("name", _NOT_SEEN)
 
 
 def _unit(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,14 +122,10 @@ def _workloads(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(list(rows.values())).astype(dict.fromkeys(["overlap", *_INPUT_FACTS], float))
 
 
-def _processes(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    columns = ["stage", "process", "device", "sync_method", "resolution_us", "copy_gb_per_s", "seconds"]
-    frame = pd.DataFrame(
-        [
-            {name: record[name] for name in columns} | {"node": record.get("node", {}).get("name", _NOT_SEEN)}
-            for record in records
-        ]
-    )
+def _processes(records: Iterable[Mapping[str, Any]], copy_gb_per_s: Mapping[str, float]) -> pd.DataFrame:
+    columns = ["stage", "process", "device", "sync_method", "resolution_us", "seconds"]
+    frame = pd.DataFrame([{name: record[name] for name in columns} | {"node": _node(record)} for record in records])
+    frame["copy_gb_per_s"] = frame["node"].map(copy_gb_per_s)
     keys = ["stage", "process", "node", "device", "sync_method", "resolution_us"]
     grouped = frame.groupby(keys, as_index=False).agg(
         copy_gb_per_s=("copy_gb_per_s", "median"), units=("seconds", "size"), seconds=("seconds", "sum")

@@ -336,14 +336,12 @@ class Machine:
         torch_device: where inputs live.
         l2_bytes: size of the L2 cache.
         sms: multiprocessors.
-        copy_gb_per_s: measured copy bandwidth, bytes read and written.
     """
 
     new_timer: Callable[[], protocol.Timer]
     torch_device: str
     l2_bytes: int
     sms: int
-    copy_gb_per_s: float
 
     @classmethod
     def present(cls) -> Machine:
@@ -359,12 +357,11 @@ class Machine:
             torch_device="cuda",
             l2_bytes=int(properties.L2_cache_size),
             sms=properties.multi_processor_count,
-            copy_gb_per_s=protocol.copy_bandwidth(protocol.CudaGraphTimer()),
         )
 
 
 class Session:
-    """What one process keeps between units: timer, operators, ceiling.
+    """What one process keeps between units: timer and operators.
 
     Args:
         plan: of the run.
@@ -437,7 +434,6 @@ class Session:
             "workload": dataclasses.asdict(unit.workload),
             "code_path": unit.code_path,
             "process": unit.process,
-            "copy_gb_per_s": self.machine.copy_gb_per_s,
         }
         timer = self.machine.new_timer()
         try:
