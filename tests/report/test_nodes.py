@@ -71,6 +71,8 @@ def test_a_node_measures_its_copies_once(folder: Path, monkeypatch: pytest.Monke
 def test_a_run_of_two_nodes_names_both(folder: Path, tmp_path: Path) -> None:
     run = recording.assemble(folder, target=tmp_path / "runs")
     assert run.manifest.host["nodes"] == ["a", "b"]
+    copies = {entry["node"]["name"]: entry["copy_gb_per_s"] for entry in run.manifest.host["copies"] if "node" in entry}
+    assert copies == {"a": 4200.0, "b": 2100.0}
     processes = run.table("latency_processes")
     named = processes.set_index(["stage", "process"])["node"].to_dict()
     assert named == {("core", 0): "a", ("core", 1): "b", ("grid", 0): "a"}

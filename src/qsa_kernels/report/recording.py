@@ -155,6 +155,7 @@ def assemble(folder: Path, *, incomplete: bool = False, target: Path | None = No
         tables["latency_cells"] = results.with_open_units(tables["latency_cells"], missing)
     facts = results.facts(folder)
     facts["host"]["nodes"] = sorted(raw["latency_processes"]["node"].unique())
+    facts["host"]["copies"] = results.ceilings(folder)
     known = facts["provenance"]
     return runs.store(
         {name: tables[name] for name in TABLES},

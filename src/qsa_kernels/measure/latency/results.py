@@ -50,9 +50,9 @@ def load(run: Path) -> dict[str, pd.DataFrame]:
     if not records:
         raise ValueError(f"{run}: no finished unit; measure with 'qsa record'")
     searches = [read_json(path) for path in sorted((run / "search").glob("*.json.gz"))]
-    ceilings = [read_json(path) for path in sorted((run / "ceilings").glob("*.json.gz"))]
-    _refuse_unlike(run, [*records, *searches, *ceilings])
-    copy_gb_per_s = {_node(entry): entry["copy_gb_per_s"] for entry in ceilings}
+    known = ceilings(run)
+    _refuse_unlike(run, [*records, *searches, *known])
+    copy_gb_per_s = {_node(entry): entry["copy_gb_per_s"] for entry in known}
     if missing := {_node(record) for record in records} - copy_gb_per_s.keys():
         raise ValueError(f"{run}: no copy bandwidth of {', '.join(sorted(missing))}; go on there with --resume {run}")
     return {
@@ -62,6 +62,11 @@ def load(run: Path) -> dict[str, pd.DataFrame]:
         "latency_processes": _processes(records, copy_gb_per_s),
         "launch_search": _search(searches),
     }
+
+
+def ceilings(run: Path) -> list[dict[str, Any]]:
+    """The copies that each machine of a run was measured with."""
+    return [read_json(path) for path in sorted((run / "ceilings").glob("*.json.gz"))]
 
 
 def _refuse_unlike(run: Path, records: Iterable[Mapping[str, Any]]) -> None:
