@@ -38,9 +38,7 @@ def resolve(device: str, *, elsewhere: bool = False) -> str:
         raise ValueError(f"device: expected auto, interpreter or cuda; got {device!r}")
     if elsewhere:
         if device == "auto":
-            raise ValueError(
-                "device: for jobs on other machines the profile names interpreter or cuda; got auto"
-            )
+            raise ValueError("device: for jobs on other machines the profile names interpreter or cuda; got auto")
         return device
     if device == "cuda" and cuda_device_count() == 0:
         raise ValueError("device: cuda was asked for, but the driver shows no CUDA device; use interpreter or auto")
