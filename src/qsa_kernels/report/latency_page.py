@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from qsa_kernels.arms import ARMS
-from qsa_kernels.measure import codegen
-from qsa_kernels.measure.codegen import KernelRequest
+from qsa_kernels.measure import codegen, sass
+from qsa_kernels.measure.codegen import CompiledKernel, KernelRequest
 from qsa_kernels.measure.latency import results
 from qsa_kernels.measure.latency.plan import BEST_LAUNCH
 from qsa_kernels.measure.roofline import DEVICES
@@ -335,10 +335,88 @@ def unmeasured(measured: Measured) -> pd.DataFrame:
 
 
 def mechanism_requests() -> list[KernelRequest]:
-    """Kernels of sm_90 whose loops, registers and spills explain the launches: two public tiles, and 16 columns."""
+    """Kernels of sm_90 that explain the launches: two public tiles, 16 columns, and tiles that the search chose."""
     arms = ("fp16", "in_loop/bitcast", "hoisted/bitcast", "hoisted/native")
+    software, others = arms[1:3], (arms[0], arms[3], "hoisted/packed")
     return [
         *codegen.requests("sm_90", arms, block_n=64, num_warps=2),
         *codegen.requests("sm_90", arms, block_n=32, num_warps=1),
         *codegen.requests("sm_90", arms, block_n=16, num_warps=4),
+        *codegen.requests("sm_90", software, block_n=32, num_warps=4, transposed=True),
+        *codegen.requests("sm_90", others, block_n=32, num_warps=1, transposed=True),
+        *codegen.requests("sm_90", others, block_n=64, num_warps=2, transposed=True),
     ]
+
+
+def mechanism_counts(kernels: Sequence[CompiledKernel]) -> dict[str, float]:
+    """The counts of `mechanism_requests` that the prose of the chapter speaks about.
+
+    Returns:
+        conversions for each K or V element under 16 columns and four warps with the scale in the loop and hoisted, the
+        loop's instructions hoisted over in the loop there, and for the hardware conversion in one warp the loop's
+        instructions, those of the tensor cores and the shared loads of one byte, before and after transposing.
+    """
+    by_launch = {
+        (kernel.request.arm, kernel.request.block_n, kernel.request.num_warps, kernel.request.transposed): kernel
+        for kernel in kernels
+        if kernel.status == "passed"
+    }
+    loops = {key: sass.count(kernel.loop.instructions) for key, kernel in by_launch.items()}
+    in_loop, hoisted = (f"{placement}/bitcast" for placement in ("in_loop", "hoisted"))
+    software = {arm: by_launch[arm, 16, 4, False] for arm in (in_loop, hoisted)}
+    found = {
+        f"conversions_{arm.partition('/')[0]}": kernel.per_element(loops[arm, 16, 4, False]["conversion"])
+        for arm, kernel in software.items()
+    }
+    found["hoisted_over_in_loop"] = len(software[hoisted].loop.instructions) / len(software[in_loop].loop.instructions)
+    for label, transposed in (("heads_first", False), ("transposed", True)):
+        key = ("hoisted/native", 32, 1, transposed)
+        found[f"native_loop_{label}"] = len(by_launch[key].loop.instructions)
+        found[f"native_tensor_{label}"] = loops[key].get("tensor_core", 0)
+        found[f"native_byte_loads_{label}"] = loops[key].get("shared_load_8", 0)
+    return found
+
+
+def floors(measured: Measured) -> pd.DataFrame:
+    """How far the fastest arm of each cache type is from bytes over copy bandwidth, own code path, decode, cold.
+
+    FP16 and E4M3 of one workload read the same tokens and differ in their bytes, so the difference of their times
+    gives the rate at which further bytes arrive; what the E4M3 time has beyond its bytes at that rate is fixed:
+    launches, the chain of loads that leads to the first bytes, and the merge.
+    """
+    chosen = choices(measured).query("code_path == 'device' and status == 'passed'")
+    sizes = measured.table("latency_workloads").set_index("workload") if measured.there else None
+    rows = []
+    for row in chosen[chosen["workload"].str.startswith("decode-")].to_dict("records"):
+        assert sizes is not None
+        size = sizes.loc[row["workload"]]
+        seconds = row["fp16_time_us"] - row["e4m3_time_us"]
+        rate = (size["bytes_fp16"] - size["bytes_e4m3"]) / seconds * 1e-3 if seconds > 0 else np.nan
+        rows.append(
+            {
+                "workload": row["workload"],
+                "fp16_arm": row["fp16_arm"],
+                "fp16_time_us": row["fp16_time_us"],
+                "fp16_floor_us": size["bytes_fp16"] / measured.copy_gb_per_s * 1e-3,
+                "e4m3_arm": row["e4m3_arm"],
+                "e4m3_time_us": row["e4m3_time_us"],
+                "e4m3_floor_us": size["bytes_e4m3"] / measured.copy_gb_per_s * 1e-3,
+                "further_bytes_gb_per_s": rate,
+                "fixed_us": row["e4m3_time_us"] - size["bytes_e4m3"] / rate * 1e-3,
+            }
+        )
+    names = list(tables.SCHEMAS["latency_floors"].columns)
+    frame = pd.DataFrame(rows, columns=names[:-2]).assign(status="passed", reason="")
+    return frame.astype({name: float for name in names if name.endswith(("_us", "_per_s"))})
+
+
+def floor_sentence(found: pd.DataFrame, rows: int) -> str:
+    """One line of `floors` in words."""
+    lines = found[found["workload"].str.startswith(f"decode-{rows}-")]
+    if lines.empty:
+        return "not measured"
+    line = lines.iloc[0]
+    return (
+        f"{line['e4m3_time_us']:.1f} us against {line['e4m3_floor_us']:.1f} us of bytes, "
+        f"with {line['fixed_us']:.1f} us fixed and further bytes at {line['further_bytes_gb_per_s']:,.0f} GB/s"
+    )

@@ -548,6 +548,14 @@ SCHEMAS: dict[str, pa.DataFrameSchema] = {
         },
         measured=["ratio", "ratio_low", "ratio_high", "e4m3_time_us"],
     ),
+    "latency_floors": schema(
+        {
+            **{name: label() for name in ("workload", "fp16_arm", "e4m3_arm")},
+            **{name: number() for name in ("fp16_time_us", "fp16_floor_us", "e4m3_time_us", "e4m3_floor_us")},
+            **{name: number() for name in ("further_bytes_gb_per_s", "fixed_us")},
+        },
+        measured=["fp16_time_us", "fp16_floor_us", "e4m3_time_us", "e4m3_floor_us"],
+    ),
     "latency_v100": schema(
         {
             **{name: label() for name in ("point", "what", "setting", "device")},
