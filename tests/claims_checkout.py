@@ -19,13 +19,23 @@ Rows = Sequence[Mapping[str, Any]]
 _LONG = {"case": "published-topk2051", "arm": "hoisted/bitcast", "mode": "split", "reference": "fp32"}
 _CASES = ("published-topk10", "published-topk33", "published-topk2051")
 _EFFECT = {"arm": "calibrated", "against": "fp16"}
-_DECODE = {"stage": "core", "cache_state": "cold", "workload": "decode-32-32k-clustered", "launch": "best"}
+_CORE = {"stage": "core", "cache_state": "cold", "launch": "best"}
+_DECODE = _CORE | {"workload": "decode-32-32k-clustered"}
+_WORKLOADS = (
+    *(f"decode-{rows}-32k-clustered" for rows in (1, 4, 8, 32, 128)),
+    *(f"prefill-{rows}-32k-overlap90" for rows in (512, 2048)),
+)
+_PARTITION = {"stage": "partition", "workload": "decode-8-32k-clustered", "arm": "hoisted/native"}
 _KNOWN = {"status": "passed", "reason": "", "device": "NVIDIA H200"}
 _NOISE = {"floor_log_ratio": 0.01}
 
 
 def _ratio(value: float) -> dict[str, float]:
     return {"ratio": value, "ratio_low": value * 0.98, "ratio_high": value * 1.03, **_NOISE}
+
+
+def _time(value: float) -> dict[str, float]:
+    return {"time_us": value, "least_process_us": value * 0.99, "largest_process_us": value * 1.02}
 
 
 CHAPTERS: dict[str, dict[str, Rows]] = {
@@ -101,7 +111,6 @@ LATENCY: dict[str, Rows] = {
         *(
             _DECODE | {"code_path": path, "arm": arm} | _ratio(value)
             for path, arm, value in (
-                ("device", "hoisted/native", 0.57),
                 ("device", "hoisted/packed", 0.78),
                 ("device", "hoisted/bitcast", 2.6),
                 ("sm_70", "hoisted/bitcast", 1.13),
@@ -109,23 +118,60 @@ LATENCY: dict[str, Rows] = {
             )
         ),
         *(
-            {"stage": "public-v100", "code_path": "sm_70", "arm": "fp16", "launch": launch, "time_us": time_us}
+            _CORE
+            | {"code_path": "device", "workload": name, "arm": "hoisted/native", "transposed": 1.0}
+            | _ratio(value)
+            for name, value in zip(_WORKLOADS, (0.84, 0.79, 0.72, 0.57, 0.54, 0.67, 0.71), strict=True)
+        ),
+        *(
+            {"stage": "public-v100", "code_path": "sm_70", "arm": "fp16", "launch": launch} | _time(time_us)
             for launch, time_us in (("tile-64x2x1", 128000.0), ("tile-16x4x1", 12100.0))
         ),
+        *(
+            {"stage": "grid", "workload": f"decode-128-{context}-clustered", "arm": arm, "launch": "best"}
+            | _time(time_us)
+            for arm, times in (("fp16", (44.0, 75.0)), ("hoisted/native", (28.0, 45.0)))
+            for context, time_us in zip(("1k", "32k"), times, strict=True)
+        ),
+        _PARTITION | {"launch": "partition-256"} | _ratio(0.78),
     ],
     "latency_pairs": [
-        _DECODE | {"code_path": "sm_70", "question": question, "arm": arm, "baseline_launch": "best"} | _ratio(value)
-        for question, arm, value in (
-            ("vector against dot", "fp16+vector", 0.4),
-            ("E4M3 against FP16, vector", "hoisted/packed+vector", 0.79),
-        )
+        *(
+            _CORE
+            | {"code_path": "sm_70", "workload": name, "question": "vector against dot", "baseline_launch": launch}
+            | _ratio(value)
+            for name in _WORKLOADS[3:]
+            for launch, value in (("best", 0.4), ("pre_ampere", 0.25))
+        ),
+        *(
+            _CORE
+            | {"code_path": "sm_70", "workload": name, "question": "E4M3 against FP16, vector"}
+            | {"baseline_launch": "best"}
+            | _ratio(1.05 if name == _WORKLOADS[0] else 0.79)
+            for name in _WORKLOADS
+        ),
+        *(
+            _CORE
+            | {"code_path": "device", "workload": name, "question": question, "arm": "hoisted/native"}
+            | _ratio(value)
+            for name in _WORKLOADS
+            for question, value in (("against public native", 0.7), ("against flashinfer", 0.6))
+        ),
+        _PARTITION | {"question": "partition alone"} | _ratio(0.35),
+        _PARTITION | {"question": "dtype and partition mixed"} | _ratio(0.26),
     ],
     "latency_effects": [
-        _DECODE | {"code_path": path, "effect": effect} | _ratio(value)
-        for path, effect, value in (
-            ("sm_70", "decoder", 0.95),
-            ("sm_70", "placement", 1.01),
-            ("device", "placement", 1.3),
+        _CORE
+        | {"code_path": path, "workload": name, "launch": launch, "effect": effect, "floor_log_ratio": 0.001}
+        | {"ratio": value, "ratio_low": value * 0.998, "ratio_high": value * 1.003}
+        for name in _WORKLOADS
+        for path, launch, effect, value in (
+            ("sm_70", "best", "decoder", 0.95),
+            ("sm_70", "pre_ampere", "decoder", 0.995),
+            ("sm_70", "best", "placement", 1.03),
+            ("sm_70", "pre_ampere", "placement", 1.01),
+            ("device", "best", "decoder", 0.9),
+            ("device", "best", "placement", 1.3),
         )
     ],
 }

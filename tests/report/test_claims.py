@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import claims_checkout
 import pytest
@@ -282,6 +282,78 @@ def test_a_cell_that_is_not_measurable_gives_way_to_an_older_run_or_to_none(root
     judged = {one.claim.id: one for one in claims.evaluate(LEDGER)}
     assert judged["latency-packed-faster"].verdict == "not measured"
     assert "implied bandwidth" in judged["latency-packed-faster"].reason
+
+
+class TestSeveralRows:
+    WHERE: ClassVar = {"stage": "core", "code_path": "device", "arm": "hoisted/native"}
+    NOISE: ClassVar = {"low": "ratio_low", "high": "ratio_high", "floor": "floor_log_ratio", "log": True}
+
+    def store(self, root: Path, rows: list[dict[str, Any]]) -> None:
+        rows = [{"workload": f"decode-{place}", **self.WHERE, **row} for place, row in enumerate(rows)]
+        frames = claims_checkout.LATENCY | {"latency_cells": rows}
+        shutil.rmtree(root / "data/runs/h200-latency")
+        claims_checkout.store(root / "data/runs/h200-later", "latency", frames)
+
+    def judge(self, **fields: Any) -> Judged:
+        return claims.judge(claim(how="recorded", **fields), Evidence())
+
+    def check(self, reduce: str) -> dict[str, Any]:
+        return {"recorded": "latency_cells", "where": self.WHERE, "column": "ratio", "reduce": reduce}
+
+    @pytest.mark.parametrize(
+        ("reduce", "compared", "value", "bound"),
+        [
+            # near end of the row that holds the extreme, moved by its floor
+            ("max", "at most", 0.75, 0.83 * math.exp(0.03)),
+            ("min", "at least", 0.24, 0.21 / math.exp(0.02)),
+            # of each end and of the floors: the square root of the product of two
+            ("geometric mean", "at most", math.sqrt(0.75 * 0.24), math.sqrt(0.83 * 0.25) * math.exp(math.sqrt(6e-4))),
+        ],
+    )
+    def test_a_bound_has_to_clear_the_noise_of_what_decides(
+        self, root: Path, reduce: str, compared: str, value: float, bound: float
+    ) -> None:
+        wide = {"ratio": 0.75, "ratio_low": 0.74, "ratio_high": 0.83, "floor_log_ratio": 0.03}
+        narrow = {"ratio": 0.24, "ratio_low": 0.21, "ratio_high": 0.25, "floor_log_ratio": 0.02}
+        self.store(root, [wide, narrow])
+        fields = {"check": self.check(reduce), "compared": compared, "noise": self.NOISE}
+        step = 1e-9 if compared == "at most" else -1e-9
+        inside = self.judge(expected=bound + step, **fields)
+        assert inside.verdict == "holds"
+        assert inside.found is not None
+        assert inside.found.value == pytest.approx(value, rel=1e-12)
+        assert "inside the noise" in self.judge(expected=bound - step, **fields).reason
+
+    def test_a_quotient_of_times_has_the_ends_of_both(self, root: Path) -> None:
+        times = {"time_us": 6.0, "least_process_us": 5.0, "largest_process_us": 7.0}
+        below = {"time_us": 12.0, "least_process_us": 10.0, "largest_process_us": 14.0}
+        self.store(root, [times, below])
+        check = {"recorded": "latency_cells", "where": {"workload": "decode-0"}, "column": "time_us", "times": 3}
+        check["over"] = {"recorded": "latency_cells", "where": {"workload": "decode-1"}, "column": "time_us"}
+        noise = {"low": "least_process_us", "high": "largest_process_us", "log": True}
+        found = self.judge(check=check, noise=noise).found
+        assert found is not None
+        assert found.value == 1.5
+        assert found.interval("least_process_us", "largest_process_us") == (15 / 14, 21 / 10)
+        at_most = {"check": check, "noise": noise, "compared": "at most"}
+        assert self.judge(expected=2.1, **at_most).verdict == "holds"
+        assert "inside the noise" in self.judge(expected=2.099, **at_most).reason
+
+    @pytest.mark.parametrize(
+        ("row", "words"),
+        [
+            ({"verdict": "not measurable", "verdict_reason": "throttled"}, "throttled"),
+            ({"ratio": math.nan, "status": "skipped", "reason": "no FlashInfer"}, "no FlashInfer"),
+        ],
+    )
+    def test_one_row_without_a_value_leaves_the_claim_open(self, root: Path, row: dict[str, Any], words: str) -> None:
+        self.store(root, [{"ratio": 0.5}, row])
+        judged = self.judge(check=self.check("max"))
+        assert (judged.verdict, words in judged.reason) == ("not measured", True)
+
+    def test_no_geometric_mean_of_zero(self, root: Path) -> None:
+        self.store(root, [{"ratio": 0.5}, {"ratio": 0.0}])
+        assert "not positive" in self.judge(check=self.check("geometric mean")).reason
 
 
 def test_tables_satisfy_their_schemas(root: Path) -> None:

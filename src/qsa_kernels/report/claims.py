@@ -250,9 +250,8 @@ def _clear_of_noise(claim: Claim, found: Found) -> bool:
     if noise is None or not noise.log or noise.low is None or claim.compared == "equal":
         return True
     floor = math.exp(float(found.row[noise.floor]) if noise.floor else 0.0)
-    if claim.compared == "at most":
-        return _compare(claim, float(found.row[str(noise.high)]) * floor, 0.0)
-    return _compare(claim, float(found.row[noise.low]) / floor, 0.0)
+    low, high = found.interval(noise.low, str(noise.high))
+    return _compare(claim, high * floor if claim.compared == "at most" else low / floor, 0.0)
 
 
 def evaluate(claims: Iterable[Claim] | None = None, at: Evidence | None = None) -> list[Judged]:
@@ -459,9 +458,8 @@ def _noise(claim: Claim, found: Sequence[Found | None], sides: Sequence[Evidence
     if noise.spread is not None:
         return max(float(side.find(noise.spread).value) for side in sides)
     halves, floors = [], []
-    for one in found:
-        row: Mapping[str, Any] = one.row if one else {}
-        low, high = float(row[str(noise.low)]), float(row[str(noise.high)])
+    for one in filter(None, found):
+        low, high = one.interval(str(noise.low), str(noise.high))
         halves.append((math.log(high / low) if noise.log else high - low) / 2)
-        floors.append(float(row[noise.floor]) if noise.floor else 0.0)
+        floors.append(float(one.row[noise.floor]) if noise.floor else 0.0)
     return math.hypot(*halves) + max(floors)

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # pandas and pandera take seconds to import
     from qsa_kernels.report.manifest import Manifest
 
 Plain = bool | int | float | str
-Reduce = Literal["only", "min", "max", "median", "range", "rows", "distinct"]
+Reduce = Literal["only", "min", "max", "median", "geometric mean", "range", "rows", "distinct"]
 PLACES = ("compute", "derived", "reported", "stored", "glue", "recorded")
 # Lengths of a request at which the published counts are tried, as in the capacity chapter.
 LENGTHS_TRIED = range(32_768, 270_000)
@@ -109,7 +109,9 @@ class Found:
         device: what it was made on, empty for what no device matters to.
         origin: run, file or "computed here".
         note: what a reader has to know about it.
-        row: the row it stands in, where it is exactly one.
+        row: the row it stands in, where it is exactly one; of a geometric mean, the means of every column.
+        times: factor that the value has over its column.
+        divisor: what it was divided by.
     """
 
     value: Plain
@@ -117,6 +119,16 @@ class Found:
     origin: str = ""
     note: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
+    times: float = 1.0
+    divisor: Found | None = None
+
+    def interval(self, low: str, high: str) -> tuple[float, float]:
+        """The value's interval, from the columns that hold its ends; those of a divisor count the other way round."""
+        ends = float(self.row[low]) * self.times, float(self.row[high]) * self.times
+        if self.divisor is None:
+            return ends
+        least, most = self.divisor.interval(low, high)
+        return ends[0] / most, ends[1] / least
 
 
 @dataclass(frozen=True)
@@ -192,13 +204,14 @@ class Evidence:
         found = self._find(lookup)
         if lookup.times == 1.0 and lookup.over is None:
             return found
-        numbers = [found.value, self.find(lookup.over).value if lookup.over else 1.0]
+        divisor = self.find(lookup.over) if lookup.over else None
+        numbers = [found.value, divisor.value if divisor else 1.0]
         if any(isinstance(number, str) for number in numbers):
             raise Broken(f"{lookup.place}: expected numbers; got {numbers}")
-        value, divisor = (float(number) for number in numbers)
-        if divisor == 0:
+        value, below = (float(number) for number in numbers)
+        if below == 0:
             raise Broken(f"{lookup.place}: divided by zero")
-        return Found(value * lookup.times / divisor, found.device, found.origin, found.note, found.row)
+        return replace(found, value=value * lookup.times / below, times=lookup.times, divisor=divisor)
 
     def _find(self, lookup: Lookup) -> Found:
         if lookup.compute is not None:
@@ -337,17 +350,25 @@ class Evidence:
         if rows.empty or (lookup.reduce == "only" and len(rows) != 1):
             words = f"{at.origin}: {len(rows) or 'no'} rows of {lookup.place} with {conditions}"
             raise NotMeasured(words) if lookup.recorded is not None and rows.empty else Broken(words)
-        if lookup.reduce == "only":
-            row = {str(name): value for name, value in rows.iloc[0].items()}
+        column = str(lookup.column)
+        records = [{str(name): value for name, value in row.items()} for row in rows.to_dict("records")]
+        for row in records:
             if row.get("verdict") == "not measurable":
                 raise NotMeasured(f"{at.origin}: not measurable: {row.get('verdict_reason')}")
-            if _is_missing(value := row[str(lookup.column)]):
+            if _is_missing(row[column]):
                 words = f"{at.origin}: {row.get('reason') or f'no value for {conditions}'}"
                 raise NotMeasured(words) if row.get("status") in ("skipped", "not_measured") else Broken(words)
-            return Found(_plain(value), str(row.get("device") or at.device), at.origin, at.note, row)
-        if values.isna().any():
-            raise Broken(f"{at.origin}: {lookup.place} lacks values for {conditions}")
-        result = values.max() - values.min() if lookup.reduce == "range" else getattr(values, lookup.reduce)()
+        if lookup.reduce in ("only", "min", "max"):
+            row = (min if lookup.reduce == "min" else max)(records, key=lambda record: record[column])
+            return Found(_plain(row[column]), str(row.get("device") or at.device), at.origin, at.note, row)
+        if lookup.reduce == "geometric mean":
+            numbers = rows.select_dtypes("number")
+            logs = np.log(numbers.loc[:, (numbers > 0).all()])
+            means = {str(name): math.exp(mean) for name, mean in logs.mean().items()}
+            if column not in means:
+                raise Broken(f"{at.origin}: {lookup.place} has values of {column} that are not positive")
+            return Found(means[column], at.device, at.origin, at.note, means)
+        result = values.max() - values.min() if lookup.reduce == "range" else values.median()
         return Found(_plain(result), at.device, at.origin, at.note)
 
 
