@@ -14,6 +14,7 @@ import torch
 from simulated_run import Call, SimulatedTimer, record_of
 
 from qsa_kernels.arms import ARMS
+from qsa_kernels.hardware import interpreting
 from qsa_kernels.launch import LaunchConfig
 from qsa_kernels.measure import baselines, workloads
 from qsa_kernels.measure.latency import ceiling, protocol, results, session, statistics
@@ -321,6 +322,8 @@ class RunningTimer:
 
 @pytest.fixture
 def machine() -> session.Machine:
+    if not interpreting():
+        pytest.skip("runs on the CPU, which needs the interpreter")
     return session.Machine(RunningTimer, "cpu", l2_bytes=700, sms=2)
 
 

@@ -8,12 +8,6 @@ from qsa_kernels.hardware import interpreting
 ON_GPU = torch.cuda.is_available() and not interpreting()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    marker = item.get_closest_marker("gpu")
-    if marker and not ON_GPU:
-        pytest.skip(": ".join(["needs a CUDA device", *marker.args]))
-
-
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where tensors live: "cuda", or "cpu", where kernels run in the interpreter."""
