@@ -163,7 +163,8 @@ def record_of(unit: Unit, plan: Plan, *, noise: float = 0.004) -> dict[str, Any]
 
 def ceiling_record() -> dict[str, Any]:
     """What the measurement of the copy bandwidth would write."""
-    return {"copy_gb_per_s": COPY_GB_PER_S, "bytes": 2 << 30, "times_us": [1.0], "device": "simulated", "measured": "never"}
+    taken = {"bytes": 2 << 30, "times_us": [1.0], "measured": "never"}
+    return {"copy_gb_per_s": COPY_GB_PER_S, "device": "simulated", **taken}
 
 
 def search_record(workload: Workload, code_path: str, plan: Plan) -> dict[str, Any]:
