@@ -2,6 +2,7 @@
 
 import pytest
 
+from qsa_kernels.arms import ARMS
 from qsa_kernels.measure import codegen, sass
 from qsa_kernels.measure.codegen import KernelRequest
 from qsa_kernels.measure.source_parts import KERNELS, Frame, part_of
@@ -17,14 +18,25 @@ PACKED = [
 VECTOR = [KernelRequest(arm, block_n=8, num_warps=1) for arm in ("fp16+vector", "hoisted/packed+vector")]
 
 
+TENSOR = {
+    (arm, transposed): KernelRequest(arm, "sm_90", block_n=32, num_warps=1, transposed=transposed)
+    for arm in ("fp16", "hoisted/packed", "hoisted/native")
+    for transposed in (False, True)
+}
+UNSPLIT = KernelRequest("hoisted/native", "sm_90", block_n=32, num_warps=1, num_splits=1, transposed=True)
+IDENTITIES = [
+    pytest.param("sm_70", "dot", False, id="dot"),
+    pytest.param("sm_70", "vector", False, id="vector"),
+    pytest.param("sm_90", "dot", True, id="dot-transposed"),
+]
+
 WRONG = KernelRequest("fp16", head_dim=255)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_worker():
-    """Compile everything that the tests ask for in one process; they find it in the cache."""
-    options = [codegen.fp16_requests("sm_70", contraction) for contraction in ("dot", "vector")]
-    codegen.compile_kernels([*FOUR_WARPS, *PACKED, *VECTOR, *options[0].values(), *options[1].values()])
+    """Compile everything that the tests ask for at once; they find it in the cache."""
+    codegen.compile_kernels([*FOUR_WARPS, *PACKED, *VECTOR, *TENSOR.values(), UNSPLIT, *codegen.identity_requests()])
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +44,13 @@ def kernels(one_worker):
     found = codegen.compile_kernels([*FOUR_WARPS, *PACKED, *VECTOR])
     assert [(kernel.request.arm, kernel.reason) for kernel in found if kernel.status != "passed"] == []
     return {(kernel.request.arm, kernel.request.num_warps): kernel for kernel in found}
+
+
+@pytest.fixture(scope="module")
+def tensor(one_worker):
+    found = codegen.compile_kernels(TENSOR.values())
+    assert [(kernel.request.arm, kernel.reason) for kernel in found if kernel.status != "passed"] == []
+    return dict(zip(TENSOR, found, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +110,61 @@ def test_vector_loop_needs_no_barrier_and_no_operand_from_shared_memory(kernels,
     assert counts["shuffle"] >= 5 * 6  # a butterfly over a warp for each head
 
 
+# Two products of 32 tokens, 256 dims and six heads, padded to sixteen rows or to eight columns; tiles of 16 x 8 x 16.
+@pytest.mark.parametrize(("transposed", "padded_heads"), [(False, 16), (True, 8)], ids=["heads-as-rows", "transposed"])
+@pytest.mark.parametrize("arm", ["fp16", "hoisted/packed", "hoisted/native"])
+def test_tensor_core_instructions_follow_from_the_padding_of_heads(tensor, arm, transposed, padded_heads):
+    counts = sass.count(tensor[arm, transposed].loop.instructions)
+    assert counts["tensor_core"] == 2 * 32 * 256 * padded_heads // (16 * 8 * 16)
+
+
+@pytest.mark.parametrize(
+    ("arm", "most"), [("fp16", 0.75), ("hoisted/packed", 0.68), ("hoisted/native", 0.65)], ids=lambda value: str(value)
+)
+def test_transposing_shortens_the_loop(tensor, arm, most):
+    upright, turned = (len(tensor[arm, transposed].loop.instructions) for transposed in (False, True))
+    assert turned <= most * upright
+
+
+@pytest.mark.parametrize("arm", ["hoisted/packed", "hoisted/native"])
+def test_transposed_codes_cross_shared_memory_two_at_a_time(tensor, arm):
+    upright, turned = (sass.count(tensor[arm, transposed].loop.instructions) for transposed in (False, True))
+    assert upright["shared_load_8"] >= 32 * 256 // 32  # every code of V by itself
+    assert turned["shared_load_8"] <= 4  # the mask of valid tokens
+    assert turned["shared_load_8"] == sass.count(tensor["fp16", True].loop.instructions)["shared_load_8"]
+
+
+@pytest.mark.parametrize("arm", ["hoisted/packed", "hoisted/native"])
+def test_transposed_e4m3_does_not_spill(tensor, arm):
+    kernel = tensor[arm, True]
+    assert (kernel.spill_store_bytes, kernel.spill_load_bytes) == (0, 0)
+    assert kernel.registers <= 255
+
+
+def test_parts_of_tensor_core_loops(tensor):
+    for kernel in tensor.values():
+        parts = codegen.part_table([kernel]).set_index("part")["instructions"]
+        assert parts.sum() == len(kernel.loop.instructions)
+        assert parts["unattributed"] <= 0.01 * parts.sum()
+    found = codegen.part_table([tensor["hoisted/native", True]]).set_index("part")["instructions"]
+    # 16,384 codes: a conversion for two and a permute for four of them, a warp at a time
+    assert found["decode"] == pytest.approx(16384 / 2 / 32 + 16384 / 4 / 32, abs=8)
+    # 64 products and the eight reads of q from shared memory
+    assert found["contraction"] == pytest.approx(64 + 8, abs=8)
+
+
+def launches_dependents(kernel):
+    opcodes = {one.opcode.split(".")[0] for one in kernel.program.instructions}
+    assert ("PREEXIT" in opcodes) == ("griddepcontrol" in kernel.ptx)
+    return "PREEXIT" in opcodes
+
+
+def test_only_split_kernels_for_sm_90_let_the_merge_start_early(kernels, tensor):
+    assert not any(launches_dependents(kernel) for kernel in kernels.values())
+    assert all(launches_dependents(kernel) for kernel in tensor.values())
+    assert not launches_dependents(codegen.compile_kernels([UNSPLIT])[0])
+
+
 def test_in_loop_scaling_multiplies_every_element_once(kernels):
     parts = codegen.part_table([kernels["in_loop/bitcast", 4], kernels["hoisted/bitcast", 4]])
     scaling = parts[parts["part"] == "scaling"].set_index("arm")["per_element"]
@@ -127,9 +201,9 @@ def test_two_compilations_are_equal_and_the_machine_code_is_tritons_own(kernels,
     assert again.code_sha256 == kernels["hoisted/packed", 4].code_sha256
 
 
-@pytest.mark.parametrize("contraction", ["dot", "vector"])
-def test_unquantised_machine_code_is_the_same_whatever_the_e4m3_options(contraction):
-    hashes = codegen.fp16_code_hashes("sm_70", contraction)
+@pytest.mark.parametrize(("arch", "contraction", "transposed"), IDENTITIES)
+def test_unquantised_machine_code_is_the_same_whatever_the_e4m3_options(arch, contraction, transposed):
+    hashes = codegen.fp16_code_hashes(arch, contraction, transposed=transposed)
     assert len(hashes) == len(codegen.SCALE_PLACEMENTS) * len(codegen.DECODERS)
     assert len(set(hashes.values())) == 1
 
@@ -169,7 +243,28 @@ def test_place_in_the_kernels_decides_the_part():
     place = Frame("decode.py", scaled, lines[scaled - 1].index("* scale") + 2)
     assert part_of((Frame("standard.py", 1, 1), place)) == "scaling"
     assert part_of((Frame("paging.py", 20, 4),)) == "addressing"
+    assert part_of((Frame("decode.py", scaled, 0),)) == "decode"
+    assert part_of((Frame("decode.py", scaled, 0),), read=True) == "addressing"
     assert part_of(()) == "unattributed"
+
+
+def test_helper_that_turns_a_tile_counts_for_its_caller():
+    lines = (KERNELS / "attention.py").read_text().splitlines()
+    place = {
+        text: next(number for number, line in enumerate(lines, 1) if text in line)
+        for text in ("return vector[None, :]", "k_places = page", "decayed = along_rows", "queries = query_parts")
+    }
+    inside = Frame("attention.py", place["return vector[None, :]"], 8)
+    parts = {
+        text: part_of((inside, Frame("attention.py", number, 8)))
+        for text, number in place.items()
+        if "return" not in text
+    }
+    assert parts == {
+        "k_places = page": "addressing",
+        "decayed = along_rows": "softmax",
+        "queries = query_parts": "contraction",
+    }
 
 
 def test_hardware_conversion_is_skipped_where_it_does_not_exist():
@@ -211,6 +306,26 @@ def test_requests_follow_a_profile():
 def test_launch_given_by_hand_goes_before_the_profile():
     (found,) = codegen.requests("sm_70", ["fp16"], profile="sm70_public", rows=2048, num_warps=2)
     assert (found.block_n, found.num_warps, found.profile) == (32, 2, "32 columns, 2 warps")
+
+
+def test_transposed_is_for_the_dot_arms():
+    found = codegen.requests("sm_90", transposed=True)
+    assert {ARMS[one.arm].contraction for one in found} == {"dot"}
+    assert {(one.transposed, one.profile) for one in found} == {(True, "32 columns, 1 warp, transposed")}
+    with pytest.raises(ValueError, match=r"transposed: expected an arm of the dot contraction, got 'fp16\+vector'"):
+        codegen.requests("sm_90", ["fp16+vector"], transposed=True)
+
+
+def test_profile_decides_whether_products_are_transposed():
+    assert {one.transposed for one in codegen.requests("sm_90", ["hoisted/native"], profile="sm90")} == {True}
+    assert {one.transposed for one in codegen.requests("sm_90", ["hoisted/native"], profile="sm90_public")} == {False}
+
+
+def test_worker_that_dies_is_reported_with_its_words(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(codegen.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="the compiling process ended with code 1 at fp16 for sm_70"):
+        codegen.compile_kernels([KernelRequest("fp16")])
 
 
 def test_unknown_profile_is_refused():

@@ -1,5 +1,7 @@
 """Cycles of each unit, worked out by hand for a small loop, and what binds the real arms."""
 
+import dataclasses
+
 import pandas as pd
 import pytest
 
@@ -77,7 +79,7 @@ def test_measured_time_turns_back_into_cycles():
 
 def test_measured_cells_meet_the_kernel_of_their_tile():
     cell = {"arm": "fp16", "code_path": "sm_70", "block_n": 4.0, "num_warps": 1.0, "num_splits": 1.0}
-    cell |= {"cache_state": "cold", "status": "passed"}
+    cell |= {"num_stages": 2.0, "transposed": 0.0, "cache_state": "cold", "status": "passed"}
     cells = pd.DataFrame(
         [
             {**cell, "workload": "decode", "time_us": 50.0},
@@ -87,14 +89,54 @@ def test_measured_cells_meet_the_kernel_of_their_tile():
             {**cell, "workload": "decode", "time_us": 3.0, "code_path": "device"},
             {**cell, "workload": "decode", "time_us": float("nan"), "status": "failed"},
             {**cell, "workload": "prefill", "time_us": 4.0},
+            {**cell, "workload": "short", "time_us": 5.0},
+            {**cell, "workload": "other-heads", "time_us": 6.0},
+            {**cell, "workload": "decode", "time_us": 7.0, "transposed": 1.0},
+            {**cell, "workload": "decode", "time_us": 30.0, "code_path": "device", "transposed": 1.0},
+            {
+                **cell,
+                "workload": "decode",
+                "time_us": 20.0,
+                "code_path": "device",
+                "transposed": 1.0,
+                "num_stages": 3.0,
+            },
         ]
     )
-    workloads = pd.DataFrame({"workload": ["decode", "prefill"], "kind": ["decode", "prefill"], "rows": [264, 264]})
+    workloads = pd.DataFrame(
+        {
+            "workload": ["decode", "prefill", "short", "other-heads"],
+            "kind": ["decode", "prefill", "decode", "decode"],
+            "rows": 264,
+            "context": [64, 64, 8, 64],
+            "topk": 10,
+            "q_heads": [6, 6, 6, 12],
+            "kv_heads": 1,
+            "head_dim": 32,
+            "dtype": "float16",
+        }
+    )
     (row,) = roofline.measured_table([kernel()], cells, workloads, "H200", rows=264).to_dict("records")
     assert row["time_us"] == 40.0
     # 264 rows of 3 tiles over 132 multiprocessors, 1,980 cycles a microsecond, 4 tokens a tile
     assert row["cycles_per_token"] == pytest.approx(40 * 1980 / (3 * 2) / 4)
     assert roofline.measured_table([kernel()], cells, workloads, "H200", rows=8).empty
+    own = kernel(arch="sm_90", transposed=True)
+    (row,) = roofline.measured_table([own], cells, workloads, "H200", rows=264).to_dict("records")
+    assert row["time_us"] == 30.0
+
+
+def test_measured_time_over_the_unit_that_binds():
+    labels = {"arch": "sm_90", "arm": "fp16"}
+    pipes = pd.DataFrame(
+        [
+            {**labels, "profile": "narrow", "pipe": "issue", "cycles_per_token": 3.0},
+            {**labels, "profile": "narrow", "pipe": "fma", "cycles_per_token": 7.0},
+            {**labels, "profile": "wide", "pipe": "issue", "cycles_per_token": 5.0},
+        ]
+    )
+    measured = pd.DataFrame([{**labels, "profile": "narrow", "cycles_per_token": 10.5}])
+    assert roofline.over_bound(measured, pipes).to_dict() == {("sm_90", "fp16", "narrow"): 1.5}
 
 
 @pytest.mark.parametrize(
@@ -181,3 +223,30 @@ def test_vector_frees_the_shared_memory_unit(arms):
 def test_bound_stays_below_the_measured_time_and_explains_most_of_it(arms, arm, measured_us):
     (row,) = roofline.bound_table([arms[arm]], "H200", rows=2048).to_dict("records")
     assert 0.85 < row["bound_us"] / measured_us < 1.0
+
+
+@pytest.fixture(scope="module")
+def on_tensor_cores():
+    request = KernelRequest("hoisted/native", "sm_90", block_n=32, num_warps=1)
+    turned = dataclasses.replace(request, transposed=True, profile="")
+    return dict(zip(("upright", "turned"), codegen.compile_kernels([request, turned]), strict=True))
+
+
+def test_matrix_loads_of_a_transposed_tile_move_codes_and_query_once_without_conflicts(on_tensor_cores):
+    kernel = on_tensor_cores["turned"]
+    reads = [kernel.wavefronts(one) for one in kernel.loop.instructions if one.opcode.startswith("LDSM")]
+    codes, query = 2 * 32 * 256, 8 * 256 * 2
+    assert sum(reads) == (codes + query) / 128
+
+
+def test_transposing_lowers_every_unit_but_memory(on_tensor_cores):
+    upright, turned = (roofline.pipe_cycles(on_tensor_cores[name], "H200") for name in ("upright", "turned"))
+    assert (upright["tensor"], turned["tensor"]) == (128, 64)  # one cycle an instruction of 2,048 multiply-adds
+    assert turned["global_memory"] == upright["global_memory"]
+    for pipe in ("issue", "fma", "shared_memory"):
+        assert turned[pipe] < 0.7 * upright[pipe]
+
+
+def test_device_memory_binds_on_hopper(on_tensor_cores):
+    table = roofline.bound_table(list(on_tensor_cores.values()), "H200", rows=128)
+    assert set(table["binding_pipe"]) == {"global_memory"}

@@ -64,6 +64,11 @@ PTX = """
     ("access", "expected"),
     [
         pytest.param("ld.shared.v4.b32 {%r20}, [%r5+48];", np.arange(64) % 16 * 1024 + 48, id="affine"),
+        pytest.param(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r20, %r21}, [%r5+48];",
+            np.arange(64) % 16 * 1024 + 48,
+            id="matrix-load",
+        ),
         pytest.param("st.shared.b32 [%r7], %r20;", np.arange(64) % 16 * 1024, id="uniform-loop-variable"),
         pytest.param("st.shared.b32 [%r10], %r20;", np.where(np.arange(64) < 16, 64, 128), id="select"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -66,6 +67,11 @@ def test_table_shows_the_same_numbers(rows: dict[str, dict[str, object]]) -> Non
             "'vector' is made for contraction='vector'",
             id="other-contraction",
         ),
+        pytest.param(
+            ["--arm", "fp16+vector", "--transposed"],
+            "transposed: expected an arm of the dot contraction, got 'fp16+vector'",
+            id="transposed-vector",
+        ),
     ],
 )
 def test_unknown_names_are_refused_before_anything_is_compiled(arguments: list[str], message: str) -> None:
@@ -100,7 +106,7 @@ def test_tables_satisfy_their_schemas(kernels: list[codegen.CompiledKernel]) -> 
 
 def test_figures_are_the_same_bytes_for_the_same_data(kernels: list[codegen.CompiledKernel]) -> None:
     pipes = roofline.pipe_table(kernels, "V100-SXM2")
-    measured = pipes[pipes["pipe"] == "shared_memory"][["arm", "cycles_per_token"]]
+    measured = pipes[pipes["pipe"] == "shared_memory"]
     for draw in (
         lambda: figures.classes(codegen.class_table(kernels)),
         lambda: figures.parts(codegen.part_table(kernels)),
@@ -114,9 +120,44 @@ def test_figures_are_the_same_bytes_for_the_same_data(kernels: list[codegen.Comp
 def test_measured_times_are_marked_where_there_are_some(kernels: list[codegen.CompiledKernel]) -> None:
     pipes = roofline.pipe_table(kernels, "V100-SXM2")
     assert not list(figures.pipes(pipes).axes[0].lines)
-    measured = pipes[pipes["pipe"] == "issue"][["arm", "cycles_per_token"]].iloc[:1]
+    measured = pipes[pipes["pipe"] == "issue"].iloc[:1]
     (marks,) = figures.pipes(pipes, measured).axes[0].lines
     assert list(marks.get_xdata()) == measured["cycles_per_token"].tolist()
+
+
+def test_launches_of_one_arm_stand_beside_each_other() -> None:
+    (kernel,) = codegen.compile_kernels([codegen.KernelRequest("fp16")])
+    pipes = roofline.pipe_table([kernel], "V100-SXM2")
+    both = pd.concat([pipes, pipes.assign(profile="another", cycles_per_token=2 * pipes["cycles_per_token"])])
+    (axis,) = figures.pipes(both, both[(both["pipe"] == "issue") & (both["profile"] == "another")]).axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["fp16\n16 columns, 4 warps", "fp16\nanother"]
+    (marks,) = axis.lines
+    assert (list(marks.get_ydata()), len(axis.patches)) == ([1.0], 2 * len(axis.containers))
+
+
+def test_notes_give_the_range_of_each_group() -> None:
+    over = pd.Series(
+        {
+            ("sm_70", "fp16", "16 columns, 4 warps"): 1.111,
+            ("sm_70", "hoisted/packed", "16 columns, 4 warps"): 1.25,
+            ("sm_70", "fp16+vector", "8 columns, 1 warp"): 2.0,
+            ("sm_90", "fp16", "32 columns, 1 warp"): 1.5,
+            ("sm_90", "fp16", "32 columns, 1 warp, transposed"): 1.2,
+        }
+    )
+    over.index.names = ["arch", "arm", "profile"]
+    start = "Measured on H200, cold decoding takes longer than the unit that binds: "
+    assert figures.measured_notes(over, "H200") == {
+        "sm_70": start + "1.11 to 1.25 times in the dot arms and 2.00 to 2.00 times in the vector arms.",
+        "sm_90": start + "1.20 to 1.20 times in transposed launches and 1.50 to 1.50 times with heads as rows.",
+    }
+
+
+def test_transposed_products_by_flag() -> None:
+    result = call("--arch", "sm_90", "--arm", "hoisted/native", "--transposed", "--json")
+    (row,) = json.loads(result.stdout)
+    assert (row["profile"], row["transposed"]) == ("32 columns, 1 warp, transposed", True)
+    assert row["by_class"]["tensor_core"] == 64
 
 
 def test_every_class_has_a_place_in_the_figure() -> None:

@@ -1,7 +1,7 @@
 """What the compiler makes of each arm: instructions, registers, spills and shared memory, on a machine without a GPU.
 
-The kernels are compiled in a worker process, because Triton interprets every kernel of a process that has
-TRITON_INTERPRET=1. `python -m qsa_kernels.measure.codegen` is that worker.
+The kernels are compiled in worker processes, because Triton interprets every kernel of a process that has
+TRITON_INTERPRET=1. `python -m qsa_kernels.measure.codegen` is such a worker.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -38,6 +41,10 @@ SCALE_PLACEMENTS = ("hoisted", "in_loop")
 DECODERS = ("exp2", "bitcast", "packed", "native")
 WARP = 32
 ANSWER = "kernel: "
+WITH_CODE = "--with-code"
+MOST_WORKERS = 4
+# A worker imports torch and Triton, which takes as long as a handful of kernels.
+KERNELS_A_WORKER = 8
 # By contraction, and whether the architecture has tensor cores that Triton's dot uses.
 DEFAULT_LAUNCH: dict[tuple[str, bool], dict[str, int]] = {
     ("dot", False): {"block_n": 16, "num_warps": 4},
@@ -203,7 +210,11 @@ class CompiledKernel:
     def part(self, instruction: sass.Instruction) -> str:
         """Part of the algorithm that an instruction belongs to, one of `source_parts.PARTS`."""
         site = self.site(instruction)
-        return part_of(site.chain if site else (), fused=instruction.opcode.startswith("FFMA"))
+        return part_of(
+            site.chain if site else (),
+            fused=instruction.opcode.startswith("FFMA"),
+            read=sass.classify(instruction).startswith("shared_load"),
+        )
 
     def site(self, instruction: sass.Instruction) -> Site | None:
         """Where an instruction comes from, None where the line table does not say."""
@@ -304,17 +315,12 @@ def compiled(requests: Iterable[KernelRequest], *, cached: bool = True) -> Itera
     folder = _cache_folder()
     paths = {request: folder / f"{_cache_key(request)}.json" for request in wanted}
     absent = [one for one in paths if not (_needs_newer(one) or (cached and paths[one].is_file()))]
-    answers = _run_worker(absent, folder, cached)
-    assembled: dict[tuple[str, str], dict[str, Any]] = {}
+    answers = _answers(absent, folder, cached)
     fresh: dict[KernelRequest, dict[str, Any]] = {}
     for request in wanted:
         if request in absent and request not in fresh:
             answer = next(answers)
             if "error" not in answer:
-                same = (answer["ptx"], request.assembled_for)
-                if same not in assembled:
-                    assembled[same] = _assemble(answer, request)
-                answer = assembled[same]
                 _store(paths[request], answer)
             fresh[request] = answer
         if _needs_newer(request):
@@ -336,12 +342,17 @@ def requests(
         fields (Any): other fields of `KernelRequest`; a launch given here goes before the profile's.
 
     Raises:
-        ValueError: an unknown arm, architecture or profile, or a profile that is made for another contraction.
+        ValueError: an unknown arm, architecture or profile, a profile that is made for another contraction, or
+            transposed products for an arm that has none.
     """
     chosen = []
     for arm in arms or ARMS:
         request = KernelRequest(arm, arch, **fields)
         contraction = ARMS[arm].contraction
+        if request.transposed and contraction != "dot":
+            if not arms:
+                continue
+            raise ValueError(f"transposed: expected an arm of the dot contraction, got {arm!r}")
         found: dict[str, Any] = dict(DEFAULT_LAUNCH[contraction, ARCHITECTURES[arch] >= 80])
         if profile is not None:
             if not arms and profile in PROFILES and PROFILES[profile].contraction != contraction:
@@ -366,7 +377,7 @@ def requests(
 
 
 def survey(**geometry: Any) -> list[KernelRequest]:
-    """The kernels of the chapter: what a V100 executes under four launches, and an H200 under the public one.
+    """The kernels of the chapter: a V100's under four launches, an H200's under the public one and transposed.
 
     Args:
         geometry (Any): fields of `KernelRequest` that all of them share.
@@ -374,13 +385,15 @@ def survey(**geometry: Any) -> list[KernelRequest]:
     dot = [name for name, arm in ARMS.items() if arm.contraction == "dot"]
     vector = [name for name, arm in ARMS.items() if arm.contraction == "vector"]
     bare = [name for name in dot if ARMS[name].decoder != "native"]
-    on_h200 = ("fp16", "hoisted/bitcast", "hoisted/packed", "hoisted/native")
+    on_h200 = ("fp16", "hoisted/packed", "hoisted/native")
     return [
         *requests("sm_70", dot, block_n=16, num_warps=4, **geometry),
         *requests("sm_70", bare, block_n=16, num_warps=2, **geometry),
         *requests("sm_70", vector, block_n=8, num_warps=1, **geometry),
         *requests("sm_70", ("fp16",), block_n=64, num_warps=2, **geometry),
-        *requests("sm_90", on_h200, block_n=32, num_warps=1, **geometry),
+        *requests("sm_90", (*on_h200, "hoisted/bitcast"), block_n=32, num_warps=1, **geometry),
+        *requests("sm_90", on_h200, block_n=32, num_warps=1, transposed=True, **geometry),
+        *requests("sm_90", on_h200, block_n=64, num_warps=2, transposed=True, **geometry),
     ]
 
 
@@ -402,6 +415,7 @@ def summary(kernels: Sequence[CompiledKernel]) -> list[dict[str, Any]]:
                 "by_class": sass.count(kernel.loop.instructions) if good else None,
                 "status": kernel.status,
                 "reason": kernel.reason,
+                "transposed": kernel.request.transposed,
             }
         )
     return rows
@@ -510,17 +524,20 @@ def shared_access_table(kernels: Sequence[CompiledKernel]) -> pd.DataFrame:
     return _with_status(pd.DataFrame(rows, columns=columns))
 
 
-def fp16_code_hashes(arch: str = "sm_70", contraction: str = "dot") -> dict[tuple[str, str], str]:
+def fp16_code_hashes(
+    arch: str = "sm_70", contraction: str = "dot", *, transposed: bool = False
+) -> dict[tuple[str, str], str]:
     """Hash of the unquantised arm's machine code for every choice of scale placement and decoder.
 
     Args:
         arch (str): name in `ARCHITECTURES`.
         contraction (str): "dot" or "vector".
+        transposed (bool): both products of "dot" transposed.
 
     Raises:
         RuntimeError: one of them does not compile.
     """
-    wanted = fp16_requests(arch, contraction)
+    wanted = fp16_requests(arch, contraction, transposed=transposed)
     kernels = compile_kernels(wanted.values())
     for kernel in kernels:
         if kernel.status != "passed":
@@ -528,12 +545,11 @@ def fp16_code_hashes(arch: str = "sm_70", contraction: str = "dot") -> dict[tupl
     return {choice: kernel.code_sha256 for choice, kernel in zip(wanted, kernels, strict=True)}
 
 
-def fp16_requests(arch: str, contraction: str) -> dict[tuple[str, str], KernelRequest]:
+def fp16_requests(arch: str, contraction: str, *, transposed: bool = False) -> dict[tuple[str, str], KernelRequest]:
     """The unquantised arm for every choice of scale placement and decoder, by that choice."""
-    if contraction == "dot":
-        launch = KernelRequest("fp16", arch)
-    else:
-        launch = KernelRequest(f"fp16+{contraction}", arch, block_n=8, num_warps=1)
+    arm = "fp16" if contraction == "dot" else f"fp16+{contraction}"
+    fields: dict[str, Any] = {"transposed": True} if transposed else {}
+    (launch,) = requests(arch, [arm], **fields)
     return {
         (placement, decoder): dataclasses.replace(
             launch, options=(("scale_placement", placement), ("decoder", decoder))
@@ -543,18 +559,31 @@ def fp16_requests(arch: str, contraction: str) -> dict[tuple[str, str], KernelRe
     }
 
 
-def identity_table(arch: str) -> pd.DataFrame:
-    """One row a contraction, scale placement and decoder: hash of the unquantised arm's machine code."""
+# Architecture, contraction, transposed: what is shown to compile to one machine code whatever the E4M3 options are.
+IDENTITIES = (("sm_70", "dot", False), ("sm_70", "vector", False), ("sm_90", "dot", True))
+
+
+def identity_requests() -> list[KernelRequest]:
+    """The kernels that `identity_table` compares."""
+    return [
+        request
+        for arch, contraction, transposed in IDENTITIES
+        for request in fp16_requests(arch, contraction, transposed=transposed).values()
+    ]
+
+
+def identity_table() -> pd.DataFrame:
+    """One row an architecture, contraction, scale placement and decoder: hash of the unquantised arm's machine code."""
     rows = [
         {
             "arch": arch,
-            "contraction": contraction,
+            "contraction": contraction + ", transposed" * transposed,
             "scale_placement": placement,
             "decoder": decoder,
             "code_sha256": code,
         }
-        for contraction in ("dot", "vector")
-        for (placement, decoder), code in fp16_code_hashes(arch, contraction).items()
+        for arch, contraction, transposed in IDENTITIES
+        for (placement, decoder), code in fp16_code_hashes(arch, contraction, transposed=transposed).items()
     ]
     return _with_status(pd.DataFrame(rows))
 
@@ -669,9 +698,35 @@ def _store(path: Path, answer: dict[str, Any]) -> None:
     os.replace(file.name, path)
 
 
-def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -> Iterator[dict[str, Any]]:
+def _answers(requests: Sequence[KernelRequest], folder: Path, cached: bool) -> Iterator[dict[str, Any]]:
+    """Compile and assemble several kernels at a time; the answers come in the order of the requests."""
     if not requests:
         return
+    count = min(MOST_WORKERS, len(os.sched_getaffinity(0)), 1 + (len(requests) - 1) // KERNELS_A_WORKER)
+    idle: queue.SimpleQueue[Callable[[KernelRequest], dict[str, Any]]] = queue.SimpleQueue()
+    assembled: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def answer(request: KernelRequest) -> dict[str, Any]:
+        ask = idle.get()
+        try:
+            found = ask(request)
+        finally:
+            idle.put(ask)
+        if "error" in found:
+            return found
+        same = (found["ptx"], request.assembled_for)
+        if same not in assembled:
+            assembled[same] = _assemble(found, request)
+        return assembled[same]
+
+    with ExitStack() as stack:
+        for _ in range(count):
+            idle.put(stack.enter_context(_worker_process(folder, cached)))
+        yield from stack.enter_context(ThreadPoolExecutor(count)).map(answer, requests)
+
+
+@contextmanager
+def _worker_process(folder: Path, cached: bool) -> Iterator[Callable[[KernelRequest], dict[str, Any]]]:
     hidden = ("TRITON_INTERPRET", "TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "TRITON_OVERRIDE_ARCH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment["TRITON_CACHE_DIR"] = str(folder / ("ptx" if cached else "code"))
@@ -680,7 +735,7 @@ def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "qsa_kernels.measure.codegen"],
+            [sys.executable, "-m", "qsa_kernels.measure.codegen", *([] if cached else [WITH_CODE])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -688,22 +743,28 @@ def _run_worker(requests: Sequence[KernelRequest], folder: Path, cached: bool) -
             env=environment,
         ) as process,
     ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([not cached, [dataclasses.asdict(request) for request in requests]]))
-        process.stdin.close()
-        answered = 0
-        # What is compiled can be assembled here while the worker compiles the next one.
-        for line in process.stdout:
-            if line.startswith(ANSWER):
-                answered += 1
-                yield json.loads(line.removeprefix(ANSWER))
-        if process.wait() or answered < len(requests):
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def ask(request: KernelRequest) -> dict[str, Any]:
+            try:
+                stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
+                stdin.flush()
+                for line in stdout:
+                    if line.startswith(ANSWER):
+                        return dict(json.loads(line.removeprefix(ANSWER)))
+            except BrokenPipeError:
+                with suppress(BrokenPipeError):
+                    stdin.close()
+            code = process.wait()
             errors.seek(0)
             raise RuntimeError(
-                f"the compiling process ended with code {process.returncode} after {answered} of {len(requests)} "
-                f"kernels: {errors.read().strip()[-2000:]}"
+                f"the compiling process ended with code {code} at {request.arm} for {request.arch}: "
+                f"{errors.read().strip()[-2000:]}"
             )
+
+        yield ask
 
 
 def _compile(request: KernelRequest, with_code: bool) -> dict[str, Any]:
@@ -748,9 +809,9 @@ def _without_code(backend: Any, stages: dict[str, Any], *_: Any) -> None:
     stages["cubin"] = lambda source, metadata: b""
 
 
-def _worker() -> None:
-    with_code, requests = json.load(sys.stdin)
-    for fields in requests:
+def _worker(with_code: bool) -> None:
+    for line in sys.stdin:
+        fields = json.loads(line)
         fields["options"] = tuple(tuple(pair) for pair in fields["options"])
         try:
             answer = _compile(KernelRequest(**fields), with_code)
@@ -762,4 +823,4 @@ def _worker() -> None:
 
 
 if __name__ == "__main__":
-    _worker()
+    _worker(WITH_CODE in sys.argv)

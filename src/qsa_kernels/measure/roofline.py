@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from qsa_kernels.measure import sass, shared_memory
-from qsa_kernels.measure.codegen import LABELS, WARP, CompiledKernel
+from qsa_kernels.measure.codegen import ARCHITECTURES, LABELS, WARP, CompiledKernel
 
 VOLTA_PAPER = (
     "NVIDIA Tesla V100 GPU architecture white paper (WP-08608-001), section on the Volta streaming multiprocessor"
@@ -70,6 +70,7 @@ DEVICES: dict[str, dict[str, Constant]] = {
     },
 }
 RUNS_ON = {"sm_70": "V100-SXM2", "sm_90": "H200"}
+GEOMETRY = ["topk", "q_heads", "kv_heads", "head_dim", "dtype"]
 PIPES = ("issue", "fma", "alu", "fp16", "xu", "tensor", "shared_memory", "global_memory")
 
 
@@ -271,8 +272,9 @@ def measured_table(
 ) -> pd.DataFrame:
     """One row a kernel that a recorded run timed: cycles of a multiprocessor for each selected token.
 
-    Cold decoding on the kernels' code path counts, whose rows select tokens of their own; of several launches with the
-    same tile, the fastest. The time has the merge of the splits in it.
+    Cold decoding of the kernels' geometry on their code path counts, with contexts that fill the list of every row;
+    rows select tokens of their own there. Of several launches with the same tile, orientation and, from sm_80 on,
+    stages, it is the fastest. The time has the merge of the splits in it.
 
     Args:
         kernels (Sequence[CompiledKernel]): compiled kernels, with the tiles of the launches.
@@ -281,19 +283,25 @@ def measured_table(
         device (str): name in `DEVICES`.
         rows (int): query rows of the workload.
     """
-    wanted = workloads[(workloads["kind"] == "decode") & (workloads["rows"] == rows)]
-    timed = cells[
-        cells["workload"].isin(wanted["workload"]) & (cells["cache_state"] == "cold") & (cells["status"] == "passed")
+    decoding = workloads[
+        (workloads["kind"] == "decode") & (workloads["rows"] == rows) & (workloads["context"] >= workloads["topk"])
     ]
+    timed = cells[(cells["cache_state"] == "cold") & (cells["status"] == "passed")]
     found = []
     for kernel in kernels:
         request = kernel.request
+        own = RUNS_ON.get(request.arch) == device
+        shape = decoding[GEOMETRY].eq([getattr(request, name) for name in GEOMETRY]).all(axis=1)
         same = timed[
-            (timed["arm"] == request.arm)
-            & (timed["code_path"] == request.arch)
+            timed["workload"].isin(decoding.loc[shape, "workload"])
+            & (timed["arm"] == request.arm)
+            & (timed["code_path"] == ("device" if own else request.arch))
             & (timed["block_n"] == request.block_n)
             & (timed["num_warps"] == request.num_warps)
+            & (timed["transposed"] == request.transposed)
         ]
+        if ARCHITECTURES[request.arch] >= 80:
+            same = same[same["num_stages"] == request.num_stages]
         if not same.empty:
             best = same.loc[same["time_us"].idxmin()]
             launched = replace(kernel, request=replace(request, num_splits=int(best["num_splits"])))
@@ -308,6 +316,19 @@ def measured_table(
             )
     columns = ["device", *LABELS, "workload", "time_us", "cycles_per_token"]
     return pd.DataFrame(found, columns=columns).assign(status="passed", reason="")
+
+
+def over_bound(measured: pd.DataFrame, pipes: pd.DataFrame) -> pd.Series:
+    """Measured time over that of the unit that binds, by architecture, arm and profile.
+
+    Args:
+        measured (pd.DataFrame): from `measured_table`.
+        pipes (pd.DataFrame): from `pipe_table`, for the same device.
+    """
+    by = ["arch", "arm", "profile"]
+    bound = pipes.groupby(by)["cycles_per_token"].max()
+    time = measured.set_index(by)["cycles_per_token"]
+    return time / bound.loc[time.index]
 
 
 def microseconds(cycles_per_tile: float, kernel: CompiledKernel, device: str, rows: int) -> float:

@@ -55,6 +55,8 @@ CLASS_OF_STEM: dict[str, str] = {
             "WARPGROUP",
             "ARRIVES",
             "VOTE",
+            "PREEXIT",
+            "ACQBULK",
         ),
         "barrier",
     ),

@@ -14,6 +14,9 @@ PARTS = ("decode", "scaling", "contraction", "softmax", "addressing", "unattribu
 KERNELS = Path(qsa_kernels.__file__).parent / "kernels"
 PART_OF_FILE = {"decode.py": "decode", "paging.py": "addressing", "scaling.py": "scaling"}
 SCALES = frozenset({"scale", "k_scale", "v_scale", "factor"})
+# These only turn or split a tile: what the compiler places in them is the work of the call.
+VIEWS = frozenset({"along_rows", "along_columns", "query_parts", "joined_parts"})
+QUERIES = frozenset({"query", "queries"})
 PLACES = frozenset({"k", "v", "k_places", "v_places", "page", "slot", "valid", "tile", "tiles"})
 TILES = frozenset({"k", "v", "weighted"})
 
@@ -27,21 +30,34 @@ class Frame:
     column: int
 
 
-def part_of(chain: Sequence[Frame], *, fused: bool = False) -> str:
+def part_of(chain: Sequence[Frame], *, fused: bool = False, read: bool = False) -> str:
     """Part of the algorithm of an instruction, one of `PARTS`.
 
-    The innermost place inside the kernels decides: helpers of Triton's own library count for their caller. "decode"
-    takes the casts to the operand type along, "addressing" the tile loads and the loop control.
+    The innermost place inside the kernels decides: helpers of Triton's own library, and those that only turn a tile,
+    count for their caller. "decode" takes the casts to the operand type along, "addressing" the tile loads, the reads
+    of what they left in shared memory, and the loop control.
 
     Args:
         chain (Sequence[Frame]): the inlined calls, innermost first.
         fused (bool): a multiply-add. The compiler joins equal operations of neighbouring statements and keeps one place
             for all; one that it places at an addition without a product belongs to the products of the contraction.
+        read (bool): a read of shared memory, which decodes nothing wherever the compiler places it.
     """
     for frame in chain:
-        if _syntax(frame.file) is not None and frame.line:
-            return _part(frame, fused)
+        if _syntax(frame.file) is not None and frame.line and _function(frame) not in VIEWS:
+            part = _part(frame, fused)
+            return "addressing" if read and part == "decode" else part
     return "unattributed"
+
+
+@cache
+def _function(frame: Frame) -> str:
+    tree = _syntax(frame.file)
+    assert tree is not None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.lineno <= frame.line <= (node.end_lineno or node.lineno):
+            return node.name
+    return ""
 
 
 @cache
@@ -65,7 +81,7 @@ def _part(frame: Frame, fused: bool) -> str:
         and not any(isinstance(node, ast.Mult) for node in ast.walk(operation))
     ):
         return "contraction"
-    if call == "dot":
+    if call == "dot" or (isinstance(statement, ast.Assign) and _targets(statement) & QUERIES):
         return "contraction"
     if call == "load" or not isinstance(statement, ast.Assign) or _targets(statement) & PLACES:
         return "addressing"

@@ -21,6 +21,9 @@ def codegen(
     warps: Annotated[int | None, typer.Option(help="Warps a block.")] = None,
     splits: Annotated[int | None, typer.Option(help="Split count.")] = None,
     stages: Annotated[int | None, typer.Option(help="Pipeline stages, from sm_80 on.")] = None,
+    transposed: Annotated[
+        bool, typer.Option("--transposed", help="Both products of tl.dot transposed, tokens as rows.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False,
 ) -> None:
     """Count instructions, registers, spills and shared memory of the attention kernels."""
@@ -29,6 +32,8 @@ def codegen(
 
     launch = {"block_n": block_n, "num_warps": warps, "num_splits": splits, "num_stages": stages}
     given = {name: value for name, value in launch.items() if value is not None}
+    if transposed:
+        given["transposed"] = True
     requests = measure.requests(arch, arm or (), profile=profile, rows=rows, **given)
     found = measure.summary(list(track(measure.compiled(requests), "compiling", total=len(requests))))
     if as_json:

@@ -143,33 +143,60 @@ def wavefronts(table: pd.DataFrame) -> Figure:
 
 
 def pipes(table: pd.DataFrame, measured: pd.DataFrame | None = None) -> Figure:
-    """Cycles of each unit for every arm, beside the measured time where there is one.
+    """Cycles of each unit for every arm and launch, beside the measured time where there is one.
 
     Args:
-        table: from `roofline.pipe_table`, one launch an arm and one device.
-        measured: columns `arm` and `cycles_per_token`, from `roofline.cycles_per_tile`; None = nothing was measured.
+        table: from `roofline.pipe_table`, one device.
+        measured: from `roofline.measured_table`, for the same kernels; None = nothing was measured.
     """
     device = table["device"].iloc[0]
-    arms = [arm for arm in ARMS if arm in set(table["arm"])]
-    shown = [pipe for pipe in PIPE_LABELS if table.loc[table["pipe"] == pipe, "cycles_per_token"].max() > 0]
-    launch = table.groupby("arm")["profile"].first()
+    by = ["arm", "profile"]
+    cycles = table.pivot_table(index=by, columns="pipe", values="cycles_per_token", sort=False)
+    kernels = sorted(cycles.index, key=lambda kernel: list(ARMS).index(kernel[0]))
+    shown = [pipe for pipe in PIPE_LABELS if cycles[pipe].max() > 0]
     height = 0.86 / len(shown)
-    places = np.arange(len(arms), dtype=float)
+    places = np.arange(len(kernels), dtype=float)
     with style.look():
-        figure, axis = plt.subplots(figsize=(8.0, 1.6 + 0.75 * len(arms)))
+        figure, axis = plt.subplots(figsize=(8.0, 1.6 + 0.75 * len(kernels)))
         for step, pipe in enumerate(shown):
-            chosen = table[table["pipe"] == pipe].groupby("arm")["cycles_per_token"].first()
-            values = [float(chosen[arm]) for arm in arms]
             offset = (step - (len(shown) - 1) / 2) * height
-            axis.barh(places + offset, values, height=height, color=PALETTE[step], label=PIPE_LABELS[pipe])
+            values = cycles.loc[kernels, pipe].to_numpy()
+            colour = PALETTE[list(PIPE_LABELS).index(pipe)]
+            axis.barh(places + offset, values, height=height, color=colour, label=PIPE_LABELS[pipe])
         if measured is not None:
-            found = measured.groupby("arm")["cycles_per_token"].first()
-            rows = [index for index, arm in enumerate(arms) if arm in found.index]
-            values = [float(found[arms[index]]) for index in rows]
+            found = measured.set_index(by)["cycles_per_token"]
+            rows = [index for index, kernel in enumerate(kernels) if kernel in found.index]
+            values = np.array([float(found[kernels[index]]) for index in rows])
             axis.plot(values, places[rows], "d", color="black", markersize=7, label="measured")
-        axis.set_yticks(places, [f"{arm}\n{launch[arm]}" for arm in arms])
+        axis.set_yticks(places, [f"{arm}\n{profile}" for arm, profile in kernels])
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
         axis.set_xlabel(f"cycles of a multiprocessor for each selected token ({device}, each unit at its peak)")
         figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     return figure
+
+
+def measured_notes(over_bound: pd.Series, device: str) -> dict[str, str]:
+    """A sentence for each architecture: how far measured times lie above the unit that binds.
+
+    Args:
+        over_bound: from `roofline.over_bound`.
+        device: name of the device that was measured.
+    """
+
+    def group(kernel: tuple[str, str, str]) -> str:
+        arch, arm, profile = kernel
+        if ARMS[arm].contraction == "vector":
+            return "in the vector arms"
+        if profile.endswith("transposed"):
+            return "in transposed launches"
+        return "with heads as rows" if arch == "sm_90" else "in the dot arms"
+
+    notes = {}
+    for arch, values in over_bound.groupby(level="arch"):
+        groups = values.groupby([group(kernel) for kernel in values.index]).agg(["min", "max"])
+        ranges = [f"{row['min']:.2f} to {row['max']:.2f} times {name}" for name, row in groups.iterrows()]
+        notes[str(arch)] = f"Measured on {device}, cold decoding takes longer than the unit that binds: " + (
+            " and ".join(ranges) + "."
+        )
+    return notes
