@@ -131,12 +131,10 @@ class ExampleParameters(ChapterParameters):
 class LatencyParameters(ChapterParameters):
     """Which recorded run is drawn, or what is measured live.
 
-    "recorded:newest" is the newest run under data/runs that holds latency tables. `v100_source` names the run whose
-    times are scaled to the published V100 ones; empty = the same.
+    "recorded:newest" is the newest run under data/runs that holds latency tables.
     """
 
     source: Source
-    v100_source: str
     profile: str
     cells: list[str]
     budget_s: Annotated[int, Field(ge=1)]
