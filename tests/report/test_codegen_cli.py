@@ -135,22 +135,33 @@ def test_launches_of_one_arm_stand_beside_each_other() -> None:
     assert (list(marks.get_ydata()), len(axis.patches)) == ([1.0], 2 * len(axis.containers))
 
 
-def test_notes_give_the_range_of_each_group() -> None:
-    over = pd.Series(
+def test_notes_give_ranges_ratios_and_the_noise_floor_of_their_code_path() -> None:
+    wide, narrow, turned = "16 columns, 4 warps", "32 columns, 1 warp", "32 columns, 1 warp, transposed"
+    found = [
+        ("sm_70", "fp16", wide, 10.0, 11.1),
+        ("sm_70", "hoisted/packed", wide, 10.0, 12.5),
+        ("sm_70", "fp16+vector", "8 columns, 1 warp", 2.0, 4.0),
+        ("sm_90", "fp16", narrow, 2.0, 3.0),
+        ("sm_90", "fp16", turned, 2.0, 2.4),
+    ]
+    table = pd.DataFrame(found, columns=["arch", "arm", "profile", "bound", "cycles_per_token"])
+    measured = table.assign(device="H200", workload="decode", time_us=table["cycles_per_token"])
+    pipes = table.assign(pipe="issue", cycles_per_token=table["bound"])
+    cells = pd.DataFrame(
         {
-            ("sm_70", "fp16", "16 columns, 4 warps"): 1.111,
-            ("sm_70", "hoisted/packed", "16 columns, 4 warps"): 1.25,
-            ("sm_70", "fp16+vector", "8 columns, 1 warp"): 2.0,
-            ("sm_90", "fp16", "32 columns, 1 warp"): 1.5,
-            ("sm_90", "fp16", "32 columns, 1 warp, transposed"): 1.2,
+            "workload": ["decode", "decode", "other"],
+            "code_path": ["sm_70", "device", "sm_70"],
+            "floor_log_ratio": [0.003, 0.011, 0.5],
         }
     )
-    over.index.names = ["arch", "arm", "profile"]
-    start = "Measured on H200, cold decoding takes longer than the unit that binds: "
-    assert figures.measured_notes(over, "H200") == {
-        "sm_70": start + "1.11 to 1.25 times in the dot arms and 2.00 to 2.00 times in the vector arms.",
-        "sm_90": start + "1.20 to 1.20 times in transposed launches and 1.50 to 1.50 times with heads as rows.",
+    start = "Measured on the device, cold decoding takes longer than the unit that binds: "
+    assert figures.measured_notes(measured, pipes, cells, "the device") == {
+        "sm_70": start + "1.11 to 1.25 times in the dot arms and 2.00 to 2.00 times in the vector arms. "
+        "The time of hoisted/packed is 1.13 times that of fp16. Noise floor: 0.3 %.",
+        "sm_90": start + "1.20 to 1.20 times in transposed launches and 1.50 to 1.50 times with heads as rows. "
+        "Noise floor: 1.1 %.",
     }
+    assert figures.measured_notes(measured.iloc[:0], pipes, cells, "the device") == {}
 
 
 def test_transposed_products_by_flag() -> None:

@@ -315,7 +315,10 @@ def measured_table(
                 }
             )
     columns = ["device", *LABELS, "workload", "time_us", "cycles_per_token"]
-    return pd.DataFrame(found, columns=columns).assign(status="passed", reason="")
+    # a table without rows has no types of its own
+    types = dict.fromkeys(("block_n", "num_warps", "num_stages"), "int64")
+    types |= dict.fromkeys(("time_us", "cycles_per_token"), "float64")
+    return pd.DataFrame(found, columns=columns).astype(types).assign(status="passed", reason="")
 
 
 def over_bound(measured: pd.DataFrame, pipes: pd.DataFrame) -> pd.Series:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qsa_kernels.arms import ARMS
+from qsa_kernels.measure import roofline
 from qsa_kernels.report.figures import style
 
 # P. Tol's muted scheme: safe with colour blindness, and no colour of an arm.
@@ -176,11 +177,13 @@ def pipes(table: pd.DataFrame, measured: pd.DataFrame | None = None) -> Figure:
     return figure
 
 
-def measured_notes(over_bound: pd.Series, device: str) -> dict[str, str]:
-    """A sentence for each architecture: how far measured times lie above the unit that binds.
+def measured_notes(measured: pd.DataFrame, pipes: pd.DataFrame, cells: pd.DataFrame, device: str) -> dict[str, str]:
+    """What the measured times say, in words, for each architecture that has some.
 
     Args:
-        over_bound: from `roofline.over_bound`.
+        measured: from `roofline.measured_table`.
+        pipes: from `roofline.pipe_table`, for the same kernels.
+        cells: the run's `latency_cells`.
         device: name of the device that was measured.
     """
 
@@ -193,10 +196,17 @@ def measured_notes(over_bound: pd.Series, device: str) -> dict[str, str]:
         return "with heads as rows" if arch == "sm_90" else "in the dot arms"
 
     notes = {}
-    for arch, values in over_bound.groupby(level="arch"):
+    for arch, values in roofline.over_bound(measured, pipes).groupby(level="arch"):
+        timed = measured[measured["arch"] == arch]
         groups = values.groupby([group(kernel) for kernel in values.index]).agg(["min", "max"])
         ranges = [f"{row['min']:.2f} to {row['max']:.2f} times {name}" for name, row in groups.iterrows()]
-        notes[str(arch)] = f"Measured on {device}, cold decoding takes longer than the unit that binds: " + (
-            " and ".join(ranges) + "."
-        )
+        words = f"Measured on {device}, cold decoding takes longer than the unit that binds: {' and '.join(ranges)}."
+        best = timed.groupby("arm")["time_us"].min()
+        for plain, packed in (("fp16", "hoisted/packed"), ("fp16+vector", "hoisted/packed+vector")):
+            if {plain, packed} <= set(best.index):
+                words += f" The time of {packed} is {best[packed] / best[plain]:.2f} times that of {plain}."
+        own = roofline.RUNS_ON.get(str(arch)) == timed["device"].iloc[0]
+        on_path = cells["code_path"] == ("device" if own else arch)
+        floor = cells.loc[on_path & cells["workload"].isin(timed["workload"]), "floor_log_ratio"].max()
+        notes[str(arch)] = f"{words} Noise floor: {100 * np.expm1(floor):.1f} %."
     return notes
