@@ -321,6 +321,17 @@ def test_profile_decides_whether_products_are_transposed():
     assert {one.transposed for one in codegen.requests("sm_90", ["hoisted/native"], profile="sm90_public")} == {False}
 
 
+def test_survey_has_both_orientations_and_refuses_heads_too_short_for_one():
+    launches = {(one.profile, one.transposed) for one in codegen.survey(head_dim=64) if one.arch == "sm_90"}
+    assert launches == {
+        ("32 columns, 1 warp", False),
+        ("32 columns, 1 warp, transposed", True),
+        ("64 columns, 2 warps, transposed", True),
+    }
+    with pytest.raises(ValueError, match="head_dim: expected at least 32 for transposed products, got 16"):
+        codegen.survey(head_dim=16)
+
+
 def test_worker_that_dies_is_reported_with_its_words(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(codegen.sys, "executable", "/bin/false")

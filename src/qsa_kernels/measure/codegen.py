@@ -31,7 +31,7 @@ import pandas as pd
 
 import qsa_kernels
 from qsa_kernels.arms import ARMS
-from qsa_kernels.launch import PROFILES, choose
+from qsa_kernels.launch import PROFILES, SMALLEST_TRANSPOSED, choose
 from qsa_kernels.measure import sass, shared_memory
 from qsa_kernels.measure.source_parts import PARTS, Frame, part_of
 
@@ -381,7 +381,13 @@ def survey(**geometry: Any) -> list[KernelRequest]:
 
     Args:
         geometry (Any): fields of `KernelRequest` that all of them share.
+
+    Raises:
+        ValueError: a head too short for transposed products.
     """
+    head_dim = KernelRequest("fp16", **geometry).head_dim
+    if head_dim < SMALLEST_TRANSPOSED:
+        raise ValueError(f"head_dim: expected at least {SMALLEST_TRANSPOSED} for transposed products, got {head_dim}")
     dot = [name for name, arm in ARMS.items() if arm.contraction == "dot"]
     vector = [name for name, arm in ARMS.items() if arm.contraction == "vector"]
     bare = [name for name in dot if ARMS[name].decoder != "native"]
