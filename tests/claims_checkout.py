@@ -275,10 +275,11 @@ def table_files(root: Path) -> dict[str, Path]:
     return files
 
 
-def rehash(folder: Path, name: str) -> None:
-    """Make the manifest of a run agree with a table that was changed."""
+def change(folder: Path, name: str, old: str, new: str) -> None:
+    """Change the text of a run's table, and its manifest so that it agrees."""
     path = folder / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     file = folder / content["tables"][name]["file"]
+    file.write_text(file.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     content["tables"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     path.write_text(json.dumps(content), encoding="utf-8")

@@ -322,9 +322,9 @@ def kernel_spec(
     head_dim: int,
     topk: int,
     page_size: int,
+    capability: Capability,
     dtype: torch.dtype = torch.float16,
     rows: int = 128,
-    capability: Capability = (9, 0),
 ) -> KernelSpec:
     """The attention kernel of an arm as the compiler sees it in a launch on contiguous, aligned tensors.
 
@@ -338,9 +338,9 @@ def kernel_spec(
         head_dim (int): elements of a head.
         topk (int): entries a row.
         page_size (int): tokens a page.
+        capability (tuple[int, int]): compute capability that the launch is for.
         dtype (torch.dtype): of q.
         rows (int): query rows.
-        capability (tuple[int, int]): compute capability that the launch is for.
     """
     plan = _plan(
         capability=capability,

@@ -67,7 +67,6 @@ class Tier:
         target_splits (int): most splits.
         num_warps (int): warps a program.
         num_stages (int): software pipelining depth.
-        transposed (bool): as for `LaunchConfig`.
         max_programs_wide (int | None): `max_programs` for a group of more than eight heads, where it differs.
         only_for (tuple[int, int] | None): the one (group, head_dim) that it is for; None = any.
     """
@@ -77,7 +76,6 @@ class Tier:
     target_splits: int
     num_warps: int
     num_stages: int = 2
-    transposed: bool = False
     max_programs_wide: int | None = None
     only_for: tuple[int, int] | None = None
 
@@ -100,6 +98,7 @@ class LaunchProfile:
         source (str): where the numbers come from.
         even_splits (bool): deal the tiles of a row as evenly as the target allows; a public table takes the largest
             power of two that leaves every split a tile.
+        transposed (bool): as for `LaunchConfig`, where the head is long enough.
     """
 
     name: str
@@ -108,6 +107,7 @@ class LaunchProfile:
     source: str
     quantised_tiers: tuple[Tier, ...] = ()
     even_splits: bool = False
+    transposed: bool = False
 
     def tier(self, programs: int, *, group: int, head_dim: int, quantised: bool) -> Tier:
         for tier in (quantised and self.quantised_tiers) or self.tiers:
@@ -166,32 +166,33 @@ PROFILES: dict[str, LaunchProfile] = {
             "sm90",
             "dot",
             (
-                Tier(8, 64, 33, 2, transposed=True),
-                Tier(16, 32, 33, 1, transposed=True),
-                Tier(24, 32, 22, 1, transposed=True),
-                Tier(32, 32, 17, 1, transposed=True),
-                Tier(64, 32, 11, 1, transposed=True),
-                Tier(96, 32, 5, 1, transposed=True),
-                Tier(192, 32, 4, 1, transposed=True),
-                Tier(384, 32, 2, 1, transposed=True),
-                Tier(None, 32, 1, 1, transposed=True),
+                Tier(8, 64, 33, 2),
+                Tier(16, 32, 33, 1),
+                Tier(24, 32, 22, 1),
+                Tier(32, 32, 17, 1),
+                Tier(64, 32, 11, 1),
+                Tier(96, 32, 5, 1),
+                Tier(192, 32, 4, 1),
+                Tier(384, 32, 2, 1),
+                Tier(None, 32, 1, 1),
             ),
             "this project: transposed products, about 500 programs; from the search of the recorded H200 run, and "
             "between its rows from one exploratory search",
             quantised_tiers=(
-                Tier(8, 64, 33, 2, transposed=True),
-                Tier(16, 32, 33, 1, transposed=True),
-                Tier(24, 32, 22, 1, transposed=True),
-                Tier(32, 32, 17, 1, transposed=True),
-                Tier(48, 32, 11, 1, transposed=True),
-                Tier(64, 32, 13, 1, transposed=True),
-                Tier(96, 64, 5, 2, transposed=True),
-                Tier(128, 64, 4, 2, transposed=True),
-                Tier(256, 64, 2, 2, transposed=True),
-                Tier(1024, 64, 1, 2, transposed=True),
-                Tier(None, 32, 1, 1, transposed=True),
+                Tier(8, 64, 33, 2),
+                Tier(16, 32, 33, 1),
+                Tier(24, 32, 22, 1),
+                Tier(32, 32, 17, 1),
+                Tier(48, 32, 11, 1),
+                Tier(64, 32, 13, 1),
+                Tier(96, 64, 5, 2),
+                Tier(128, 64, 4, 2),
+                Tier(256, 64, 2, 2),
+                Tier(1024, 64, 1, 2),
+                Tier(None, 32, 1, 1),
             ),
             even_splits=True,
+            transposed=True,
         ),
         LaunchProfile(
             "vector",
@@ -282,7 +283,7 @@ def choose(
             )
         tier = PROFILES[name].tier(rows * kv_heads, group=q_heads // kv_heads, head_dim=head_dim, quantised=quantised)
         block_n = tier.block_n
-        transposed = tier.transposed and head_dim >= SMALLEST_TRANSPOSED
+        transposed = PROFILES[name].transposed and head_dim >= SMALLEST_TRANSPOSED
         while block_n > 16 and overflow(block_n, tier.num_stages, transposed):
             block_n //= 2
         tiles = max(1, -(-topk // block_n))

@@ -128,6 +128,10 @@ def test_measured_cells_meet_the_kernel_of_their_tile():
     own = kernel(arch="sm_90", transposed=True)
     (row,) = roofline.measured_table([own], cells, workloads, "H200", rows=264).to_dict("records")
     assert row["time_us"] == 30.0
+    earlier = cells[cells["transposed"] == 0].drop(columns="transposed")  # a run from before there was a choice
+    (row,) = roofline.measured_table([kernel()], earlier, workloads, "H200", rows=264).to_dict("records")
+    assert row["time_us"] == 40.0
+    assert roofline.measured_table([own], earlier, workloads, "H200", rows=264).empty
 
 
 def test_measured_time_over_the_unit_that_binds():

@@ -217,10 +217,7 @@ def test_a_changed_public_figure_is_seen(root: Path, file: str, old: str, new: s
 
 
 def test_a_worse_measurement_fails_its_claim_alone(root: Path) -> None:
-    folder = root / "runs/error-1"
-    path = folder / "tables/error_cells.csv"
-    path.write_text(path.read_text(encoding="utf-8").replace("8.7e-06", "1.7e-05"), encoding="utf-8")
-    claims_checkout.rehash(folder, "error_cells")
+    claims_checkout.change(root / "runs/error-1", "error_cells", "8.7e-06", "1.7e-05")
     judged = claims.evaluate(LEDGER)
     assert failing(judged) == {"error-long-split"}
     [one] = [one for one in judged if one.verdict == "fails"]
@@ -239,10 +236,7 @@ def test_a_chapter_with_other_parameters_is_not_measured(root: Path) -> None:
 
 
 def test_a_recorded_claim_that_fails_is_a_finding_not_an_error(root: Path) -> None:
-    folder = root / "data/runs/h200-latency"
-    path = folder / "tables/latency_cells.csv"
-    path.write_text(path.read_text(encoding="utf-8").replace(",2.6,", ",0.9,"), encoding="utf-8")
-    claims_checkout.rehash(folder, "latency_cells")
+    claims_checkout.change(root / "data/runs/h200-latency", "latency_cells", ",2.6,", ",0.9,")
     judged = claims.evaluate(LEDGER)
     assert failing(judged) == {"latency-public-slower"}
     assert not claims.is_failure(judged)

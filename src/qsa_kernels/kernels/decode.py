@@ -39,35 +39,43 @@ def decode_packed(codes):
     return (((code & 0x80) << 8) | ((magnitude | not_a_number) << 7)).to(tl.float16, bitcast=True)
 
 
-@triton.jit
-def decode_packed_assembly(codes):
-    """`decode_packed` for four codes at a time: nine integer instructions a 32-bit word.
+def packed_assembly(low: str, high: str) -> tl.constexpr:
+    """PTX that decodes four codes of a register to two registers of two halves: nine integer instructions.
 
-    The NaN flag takes the place of each byte's sign bit; the permute puts the sign, replicated, above the byte, so that
+    The NaN flag takes the place of each byte's sign bit; a permute puts the sign, replicated, above the byte, so that
     one shift aligns both.
+
+    Args:
+        low (str): selector of the permute for the first register.
+        high (str): for the second one.
     """
-    words = tl.inline_asm_elementwise(
-        """
-        {
+    return tl.constexpr(
+        f"""
+        {{
         .reg .b32 magnitude, carried, flagged, low, high;
         and.b32 magnitude, $2, 0x7f7f7f7f;
         add.u32 carried, magnitude, 0x01010101;
         and.b32 carried, carried, 0x80808080;
         or.b32 flagged, magnitude, carried;
-        prmt.b32 low, flagged, $2, 0xd1c0;
-        prmt.b32 high, flagged, $2, 0xf3e2;
+        prmt.b32 low, flagged, $2, {low};
+        prmt.b32 high, flagged, $2, {high};
         shl.b32 low, low, 7;
         shl.b32 high, high, 7;
         and.b32 $0, low, 0xff80ff80;
         and.b32 $1, high, 0xff80ff80;
-        }
-        """,
-        "=r,=r,r",
-        [codes],
-        dtype=tl.int16,
-        is_pure=True,
-        pack=4,
+        }}
+        """
     )
+
+
+NEIGHBOURS_TOGETHER = packed_assembly(low="0xd1c0", high="0xf3e2")
+EVERY_OTHER_TOGETHER = packed_assembly(low="0xe2c0", high="0xf3d1")
+
+
+@triton.jit
+def decode_packed_assembly(codes):
+    """`decode_packed` for four codes at a time."""
+    words = tl.inline_asm_elementwise(NEIGHBOURS_TOGETHER, "=r,=r,r", [codes], dtype=tl.int16, is_pure=True, pack=4)
     return words.to(tl.float16, bitcast=True)
 
 
@@ -75,26 +83,7 @@ def decode_packed_assembly(codes):
 def decode_packed_words(words):
     """`decode_packed` of the low and of the high code of 16-bit words, two words at a time."""
     low, high = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 magnitude, carried, flagged, low, high;
-        and.b32 magnitude, $2, 0x7f7f7f7f;
-        add.u32 carried, magnitude, 0x01010101;
-        and.b32 carried, carried, 0x80808080;
-        or.b32 flagged, magnitude, carried;
-        prmt.b32 low, flagged, $2, 0xe2c0;
-        prmt.b32 high, flagged, $2, 0xf3d1;
-        shl.b32 low, low, 7;
-        shl.b32 high, high, 7;
-        and.b32 $0, low, 0xff80ff80;
-        and.b32 $1, high, 0xff80ff80;
-        }
-        """,
-        "=r,=r,r",
-        [words],
-        dtype=(tl.int16, tl.int16),
-        is_pure=True,
-        pack=2,
+        EVERY_OTHER_TOGETHER, "=r,=r,r", [words], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
     )
     return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 

@@ -298,7 +298,7 @@ def measured_table(
             & (timed["code_path"] == ("device" if own else request.arch))
             & (timed["block_n"] == request.block_n)
             & (timed["num_warps"] == request.num_warps)
-            & (timed["transposed"] == request.transposed)
+            & (timed.get("transposed", 0.0) == request.transposed)
         ]
         if ARCHITECTURES[request.arch] >= 80:
             same = same[same["num_stages"] == request.num_stages]

@@ -125,7 +125,7 @@ def launch_table() -> pd.DataFrame:
                 row: dict[str, Any] = {"profile": profile.name, "cache": cache}
                 row |= {"rows_times_kv_heads": most, "block_n": tier.block_n, "most_splits": tier.target_splits}
                 row |= {"num_warps": tier.num_warps, "num_stages": tier.num_stages}
-                row["transposed"] = "yes" if tier.transposed else "no"
+                row["transposed"] = "yes" if profile.transposed else "no"
                 rows.append(row)
     return pd.DataFrame(rows)
 
